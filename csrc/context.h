@@ -1,0 +1,30 @@
+/* The root of all state that lives longer than a call: devices opened so far, their scratch pools,
+ * the transports. One per process is enough (the Python module makes it at the first verb). Any
+ * thread may call; the tables are guarded by one mutex, held only while they are looked up or
+ * extended. Opening and closing do nothing to streams. */
+#ifndef FDP_CONTEXT_H
+#define FDP_CONTEXT_H
+
+#include "device.h"
+#include "pool.h"
+#include "status.h"
+#include "transport.h"
+#include "view.h"
+
+typedef struct fdp_context fdp_context;
+
+fdp_status fdp_context_open(fdp_context **context);
+/* Closes pools and devices. No verb may be running. */
+void fdp_context_close(fdp_context *context);
+
+/* The device of that id, opened at first use. Pinned host memory is the host device. */
+fdp_status fdp_context_device(fdp_context *context, fdp_device_id id, fdp_device **device);
+/* The scratch pool of a device that fdp_context_device returned. */
+fdp_pool *fdp_context_pool(fdp_context *context, fdp_device *device);
+/* The first transport, in order of preference, that joins `home` with all `others`. When none does,
+ * FDP_UNSUPPORTED with what each of them was missing. */
+fdp_status fdp_context_transport(fdp_context *context, fdp_device_id home,
+                                 const fdp_device_id *others, int32_t other_count,
+                                 const fdp_transport **transport);
+
+#endif

@@ -1,0 +1,37 @@
+/* Every fixed bound of the core in one place. A test build may shrink a bound by defining it on the
+ * compiler's command line (STYLE.md 24); nothing else may. */
+#ifndef FDP_LIMITS_H
+#define FDP_LIMITS_H
+
+/* Dimensions of a view as it comes in: what torch and NumPy 2 allow. */
+#ifndef FDP_MAX_DIMS
+#define FDP_MAX_DIMS 64
+#endif
+
+/* Dimensions a kernel handles in one launch, after adjacent dimensions were merged. */
+#ifndef FDP_COPY_MAX_DIMS
+#define FDP_COPY_MAX_DIMS 8
+#endif
+
+/* Replicas of one call, a device listed several times counted each time. */
+#ifndef FDP_MAX_REPLICAS
+#define FDP_MAX_REPLICAS 64
+#endif
+
+/* Alignment of every slot of a bucket and of every pool buffer, in bytes: a cache line, and enough
+ * for the 16-byte accesses of the kernels. */
+#ifndef FDP_ALIGNMENT_BYTES
+#define FDP_ALIGNMENT_BYTES 64
+#endif
+
+/* Longest error message, terminating zero included. */
+#ifndef FDP_MESSAGE_BYTES
+#define FDP_MESSAGE_BYTES 1024
+#endif
+
+/* Deadline of a wait on the host when FASTDP_TIMEOUT_MS is not set. */
+#ifndef FDP_DEFAULT_TIMEOUT_MS
+#define FDP_DEFAULT_TIMEOUT_MS 600000
+#endif
+
+#endif
