@@ -1,0 +1,391 @@
+/* Tree: see py_tree.h. collect() is the first of the two walks of a forward: which tensors are there
+ * now, and is the tree the same? The second is Replica.refresh (py_replica.c).
+ *
+ * Why in C: a ResNet-50 has some 3,500 attributes. nn.DataParallel copies them all, for each replica
+ * and each forward; walking the dictionaries of base and replica side by side and writing what
+ * differs costs a hundredth of that (benchmarks/host_cost.py). */
+#include "py_tree.h"
+
+static int names_fill(fdp_tree_names *names)
+{
+  static const char *const hook_names[FDP_TREE_HOOK_NAMES] = {
+      "_forward_hooks",           "_forward_pre_hooks",
+      "_backward_hooks",          "_backward_pre_hooks",
+      "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+      "_forward_hooks_always_called", "_state_dict_hooks",
+      "_state_dict_pre_hooks",    "_load_state_dict_pre_hooks",
+      "_load_state_dict_post_hooks"};
+  bool failed = false;
+  failed |= (names->parameters = PyUnicode_InternFromString("_parameters")) == NULL;
+  failed |= (names->buffers = PyUnicode_InternFromString("_buffers")) == NULL;
+  failed |= (names->modules = PyUnicode_InternFromString("_modules")) == NULL;
+  failed |= (names->is_replica = PyUnicode_InternFromString("_is_replica")) == NULL;
+  failed |= (names->former_parameters = PyUnicode_InternFromString("_former_parameters")) == NULL;
+  failed |= (names->copy = PyUnicode_InternFromString("copy")) == NULL;
+  for (int i = 0; i < FDP_TREE_HOOK_NAMES; i++)
+    failed |= (names->hooks[i] = PyUnicode_InternFromString(hook_names[i])) == NULL;
+  return failed ? -1 : 0;
+}
+
+static void names_clear(fdp_tree_names *names)
+{
+  Py_CLEAR(names->parameters);
+  Py_CLEAR(names->buffers);
+  Py_CLEAR(names->modules);
+  Py_CLEAR(names->is_replica);
+  Py_CLEAR(names->former_parameters);
+  Py_CLEAR(names->copy);
+  for (int i = 0; i < FDP_TREE_HOOK_NAMES; i++) Py_CLEAR(names->hooks[i]);
+}
+
+/* A new reference to the attribute dictionary of a module. */
+PyObject *fdp_tree_dict_of(PyObject *module)
+{
+  PyObject *dict = PyObject_GenericGetDict(module, NULL);
+  if (dict != NULL && !PyDict_Check(dict)) {
+    PyErr_SetString(PyExc_TypeError, "a module's __dict__ is not a dictionary");
+    Py_CLEAR(dict);
+  }
+  return dict;
+}
+
+/* A new reference to one of the three dictionaries of a module. */
+PyObject *fdp_tree_member(PyObject *module, PyObject *name)
+{
+  PyObject *dict = fdp_tree_dict_of(module);
+  PyObject *member = NULL;
+  if (dict == NULL) return NULL;
+  member = PyDict_GetItemWithError(dict, name);
+  if (member == NULL || !PyDict_Check(member)) {
+    if (!PyErr_Occurred())
+      PyErr_Format(PyExc_TypeError, "module of type %s has no dictionary %R (was __init__ called?)",
+                   Py_TYPE(module)->tp_name, name);
+    member = NULL;
+  }
+  Py_XINCREF(member);
+  Py_DECREF(dict);
+  return member;
+}
+
+static void entries_clear(fdp_tree_entries *list)
+{
+  PyMem_Free(list->entries);
+  list->entries = NULL;
+  list->count = list->capacity = 0;
+  Py_CLEAR(list->tensors);
+}
+
+static int entries_push(fdp_tree_entries *list, PyObject *tensor, Py_ssize_t index)
+{
+  if (list->count == list->capacity) {
+    Py_ssize_t capacity = list->capacity ? 2 * list->capacity : 64;
+    fdp_tree_entry *grown = PyMem_Realloc(list->entries, (size_t)capacity * sizeof(*grown));
+    if (grown == NULL) {
+      PyErr_NoMemory();
+      return -1;
+    }
+    list->entries = grown;
+    list->capacity = capacity;
+  }
+  list->entries[list->count].tensor = tensor;
+  list->entries[list->count].index = index;
+  list->count++;
+  return 0;
+}
+
+/* A set of pointers with their order of arrival: open addressing, kept under half full. */
+typedef struct pointer_map {
+  PyObject **keys;
+  Py_ssize_t *indices;
+  size_t mask;
+  Py_ssize_t count;
+} pointer_map;
+
+static void pointer_map_free(pointer_map *map)
+{
+  PyMem_Free(map->keys);
+  PyMem_Free(map->indices);
+}
+
+static int pointer_map_grow(pointer_map *map)
+{
+  size_t size = map->keys ? 2 * (map->mask + 1) : 256;
+  pointer_map grown = {PyMem_Calloc(size, sizeof(PyObject *)),
+                       PyMem_Calloc(size, sizeof(Py_ssize_t)), size - 1, map->count};
+  if (grown.keys == NULL || grown.indices == NULL) {
+    pointer_map_free(&grown);
+    PyErr_NoMemory();
+    return -1;
+  }
+  for (size_t i = 0; map->keys != NULL && i <= map->mask; i++) {
+    if (map->keys[i] == NULL) continue;
+    size_t slot = ((uintptr_t)map->keys[i] >> 4) & grown.mask;
+    while (grown.keys[slot] != NULL) slot = (slot + 1) & grown.mask;
+    grown.keys[slot] = map->keys[i];
+    grown.indices[slot] = map->indices[i];
+  }
+  pointer_map_free(map);
+  *map = grown;
+  return 0;
+}
+
+/* The index of `key`; *added says whether it is new. -1 when memory ran out. */
+static Py_ssize_t pointer_map_index(pointer_map *map, PyObject *key, bool *added)
+{
+  if ((map->keys == NULL || (size_t)map->count * 2 > map->mask) && pointer_map_grow(map) < 0)
+    return -1;
+  size_t slot = ((uintptr_t)key >> 4) & map->mask;
+  while (map->keys[slot] != NULL && map->keys[slot] != key) slot = (slot + 1) & map->mask;
+  *added = map->keys[slot] == NULL;
+  if (*added) {
+    map->keys[slot] = key;
+    map->indices[slot] = map->count++;
+  }
+  return map->indices[slot];
+}
+
+/* Walks one kind of dictionary ("_parameters" or "_buffers") over all modules into `list`. */
+static int collect_entries(fdp_tree *tree, PyObject *name, fdp_tree_entries *list)
+{
+  pointer_map map = {0};
+  PyObject *distinct = PyList_New(0), *dict = NULL;
+  int result = -1;
+  if (distinct == NULL) goto done;
+  list->count = 0;
+  for (Py_ssize_t m = 0; m < tree->module_count; m++) {
+    Py_ssize_t position = 0;
+    PyObject *key, *tensor;
+    Py_XSETREF(dict, fdp_tree_member(tree->modules[m].module, name));
+    if (dict == NULL) goto done;
+    while (PyDict_Next(dict, &position, &key, &tensor)) {
+      bool added = false;
+      Py_ssize_t index = -1;
+      if (tensor != Py_None) {
+        index = pointer_map_index(&map, tensor, &added);
+        if (index < 0 || (added && PyList_Append(distinct, tensor) < 0)) goto done;
+      }
+      if (entries_push(list, tensor == Py_None ? NULL : tensor, index) < 0) goto done;
+    }
+  }
+  Py_XSETREF(list->tensors, PyList_AsTuple(distinct));
+  if (list->tensors == NULL) goto done;
+  result = 0;
+done:
+  pointer_map_free(&map);
+  Py_XDECREF(distinct);
+  Py_XDECREF(dict);
+  return result;
+}
+
+/* 1 if module `m` still has the class and the children it had, 0 if not, -1 on error. */
+static int module_unchanged(fdp_tree *tree, Py_ssize_t m)
+{
+  fdp_tree_module *record = &tree->modules[m];
+  PyObject *children, *key, *child;
+  Py_ssize_t position = 0, seen = 0;
+  if (Py_TYPE(record->module) != record->type) return 0;
+  children = fdp_tree_member(record->module, tree->names.modules);
+  if (children == NULL) return -1;
+  while (PyDict_Next(children, &position, &key, &child)) {
+    fdp_tree_child *expected = &tree->children[record->first_child + seen];
+    if (seen == record->child_count) break;
+    if (child == Py_None ? expected->index >= 0
+                         : expected->index < 0 || tree->modules[expected->index].module != child)
+      break;
+    if (key != expected->name && PyUnicode_Compare(key, expected->name) != 0) break;
+    seen++;
+  }
+  int same = seen == record->child_count && PyDict_GET_SIZE(children) == seen;
+  Py_DECREF(children);
+  return PyErr_Occurred() ? -1 : same;
+}
+
+/* collect() -> None | (parameters, buffers): the distinct tensors of the tree as they are now, in
+ * order of first appearance; None when the tree is no longer the one it was made of. */
+static PyObject *tree_collect(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+  fdp_tree *tree = (fdp_tree *)self;
+  for (Py_ssize_t m = 0; m < tree->module_count; m++) {
+    int same = module_unchanged(tree, m);
+    if (same < 0) return NULL;
+    if (same == 0) Py_RETURN_NONE;
+  }
+  if (collect_entries(tree, tree->names.parameters, &tree->parameters) < 0 ||
+      collect_entries(tree, tree->names.buffers, &tree->buffers) < 0)
+    return NULL;
+  return PyTuple_Pack(2, tree->parameters.tensors, tree->buffers.tensors);
+}
+
+/* The index of a base module in the tree, or -1. */
+Py_ssize_t fdp_tree_index_of(fdp_tree *tree, PyObject *module)
+{
+  Py_ssize_t index = -1;
+  PyObject *key = PyLong_FromVoidPtr(module);
+  if (key == NULL) return -1;
+  PyObject *value = PyDict_GetItemWithError(tree->index_of, key);
+  if (value != NULL) index = PyLong_AsSsize_t(value);
+  Py_DECREF(key);
+  return index;
+}
+
+static int record_children(fdp_tree *tree, Py_ssize_t m)
+{
+  PyObject *children = fdp_tree_member(tree->modules[m].module, tree->names.modules);
+  PyObject *key, *child;
+  Py_ssize_t position = 0, count;
+  if (children == NULL) return -1;
+  count = PyDict_GET_SIZE(children);
+  fdp_tree_child *grown =
+      PyMem_Realloc(tree->children, (size_t)(tree->child_count + count + 1) * sizeof(*grown));
+  if (grown == NULL) {
+    Py_DECREF(children);
+    PyErr_NoMemory();
+    return -1;
+  }
+  tree->children = grown;
+  tree->modules[m].first_child = tree->child_count;
+  while (PyDict_Next(children, &position, &key, &child)) {
+    Py_ssize_t index = child == Py_None ? -1 : fdp_tree_index_of(tree, child);
+    if (child != Py_None && index < 0) {
+      if (!PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError, "modules: child %R is not in the list", key);
+      Py_DECREF(children);
+      return -1;
+    }
+    tree->children[tree->child_count].name = Py_NewRef(key);
+    tree->children[tree->child_count].index = index;
+    tree->child_count++;
+    tree->modules[m].child_count++;
+  }
+  Py_DECREF(children);
+  return 0;
+}
+
+static int tree_fill(fdp_tree *tree, PyObject *modules)
+{
+  Py_ssize_t count = PyTuple_GET_SIZE(modules);
+  tree->index_of = PyDict_New();
+  tree->modules = PyMem_Calloc((size_t)count + 1, sizeof(*tree->modules));
+  if (tree->index_of == NULL || tree->modules == NULL) {
+    if (!PyErr_Occurred()) PyErr_NoMemory();
+    return -1;
+  }
+  for (Py_ssize_t m = 0; m < count; m++) {
+    PyObject *module = PyTuple_GET_ITEM(modules, m);
+    PyObject *key = PyLong_FromVoidPtr(module), *value = PyLong_FromSsize_t(m);
+    int failed = key == NULL || value == NULL || PyDict_SetItem(tree->index_of, key, value) < 0;
+    Py_XDECREF(key);
+    Py_XDECREF(value);
+    if (failed) return -1;
+    tree->modules[m].module = Py_NewRef(module);
+    tree->modules[m].type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(module));
+    tree->module_count++;
+  }
+  for (Py_ssize_t m = 0; m < count; m++)
+    if (record_children(tree, m) < 0) return -1;
+  return 0;
+}
+
+/* Tree(modules): a tuple of all modules, the root first, each once; every child is in it. */
+static PyObject *tree_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
+{
+  if (PyTuple_GET_SIZE(arguments) != 1 || (keywords != NULL && PyDict_GET_SIZE(keywords) > 0) ||
+      !PyTuple_Check(PyTuple_GET_ITEM(arguments, 0))) {
+    PyErr_SetString(PyExc_TypeError, "Tree takes one tuple of modules");
+    return NULL;
+  }
+  fdp_tree *tree = (fdp_tree *)type->tp_alloc(type, 0);
+  if (tree != NULL && (names_fill(&tree->names) < 0 || tree_fill(tree, PyTuple_GET_ITEM(arguments, 0)) < 0))
+    Py_CLEAR(tree);
+  return (PyObject *)tree;
+}
+
+static int tree_traverse(PyObject *self, visitproc visit, void *arg)
+{
+  fdp_tree *tree = (fdp_tree *)self;
+  Py_VISIT(Py_TYPE(self));
+  for (Py_ssize_t m = 0; m < tree->module_count; m++) {
+    Py_VISIT(tree->modules[m].module);
+    Py_VISIT(tree->modules[m].type);
+  }
+  Py_VISIT(tree->parameters.tensors);
+  Py_VISIT(tree->buffers.tensors);
+  return 0;
+}
+
+static int tree_clear(PyObject *self)
+{
+  fdp_tree *tree = (fdp_tree *)self;
+  Py_ssize_t module_count = tree->module_count, child_count = tree->child_count;
+  tree->module_count = tree->child_count = 0;
+  for (Py_ssize_t c = 0; c < child_count; c++) Py_DECREF(tree->children[c].name);
+  for (Py_ssize_t m = 0; m < module_count; m++) {
+    Py_DECREF(tree->modules[m].module);
+    Py_DECREF(tree->modules[m].type);
+  }
+  PyMem_Free(tree->children);
+  PyMem_Free(tree->modules);
+  tree->children = NULL;
+  tree->modules = NULL;
+  Py_CLEAR(tree->index_of);
+  entries_clear(&tree->parameters);
+  entries_clear(&tree->buffers);
+  return 0;
+}
+
+static void tree_dealloc(PyObject *self)
+{
+  PyTypeObject *type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  tree_clear(self);
+  names_clear(&((fdp_tree *)self)->names);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+/* release() -> None: drops the tensors that collect() found, once all replicas are refreshed. */
+static PyObject *tree_release(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+  fdp_tree *tree = (fdp_tree *)self;
+  tree->parameters.count = tree->buffers.count = 0;
+  Py_CLEAR(tree->parameters.tensors);
+  Py_CLEAR(tree->buffers.tensors);
+  Py_RETURN_NONE;
+}
+
+static PyMethodDef tree_methods[] = {
+    {"collect", tree_collect, METH_NOARGS,
+     "collect() -> (parameters, buffers), the distinct tensors of the tree as they are now, or None "
+     "when the tree is no longer the one it was made of."},
+    {"release", tree_release, METH_NOARGS,
+     "release(): drops the tensors that collect() found, once all replicas are refreshed."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot tree_slots[] = {
+    {Py_tp_doc, "Tree(modules): a tuple of all modules, the root first, each once."},
+    {Py_tp_new, tree_new},
+    {Py_tp_dealloc, tree_dealloc},
+    {Py_tp_traverse, tree_traverse},
+    {Py_tp_clear, tree_clear},
+    {Py_tp_methods, tree_methods},
+    {0, NULL}};
+
+static PyType_Spec tree_spec = {.name = "fastdp._C.Tree",
+                                .basicsize = sizeof(fdp_tree),
+                                .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
+                                         Py_TPFLAGS_IMMUTABLETYPE,
+                                .slots = tree_slots};
+
+static int add_type(PyObject *module, PyType_Spec *spec)
+{
+  PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+  int result = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
+  Py_XDECREF(type);
+  return result;
+}
+
+int fdp_py_tree_add(PyObject *module)
+{
+  if (add_type(module, &tree_spec) < 0) return -1;
+  return add_type(module, &fdp_replica_spec);
+}

@@ -1,0 +1,70 @@
+/* Tree: the modules below one base module, flattened once, and what must hold for them to be the
+ * same tree still. Nothing here knows of torch: a module is an object whose __dict__ holds the
+ * dictionaries "_parameters", "_buffers" and "_modules". Used under the GIL, one call at a time. No
+ * streams. */
+#ifndef FDP_PY_TREE_H
+#define FDP_PY_TREE_H
+
+#include <Python.h>
+#include <stdbool.h>
+
+/* A child of a module: its name and its place in the flattened tree, or -1 for None. */
+typedef struct fdp_tree_child {
+  PyObject *name;
+  Py_ssize_t index;
+} fdp_tree_child;
+
+typedef struct fdp_tree_module {
+  PyObject *module;   /* the base module */
+  PyTypeObject *type; /* its class when the tree was made: parametrize, lazy modules and assignments
+                         to __class__ change it */
+  Py_ssize_t first_child;
+  Py_ssize_t child_count;
+} fdp_tree_module;
+
+/* One entry of a "_parameters" or "_buffers" dictionary, in the order of the walk. */
+typedef struct fdp_tree_entry {
+  PyObject *tensor; /* borrowed from the collected tuple; NULL for None */
+  Py_ssize_t index; /* in the collected tuple: one tensor under two names has one index */
+} fdp_tree_entry;
+
+typedef struct fdp_tree_entries {
+  fdp_tree_entry *entries;
+  Py_ssize_t count;
+  Py_ssize_t capacity;
+  PyObject *tensors; /* tuple of the distinct tensors, in order of first appearance; or NULL */
+} fdp_tree_entries;
+
+/* The dictionaries of hooks: a replica has its own copy of each, so that a hook that a forward adds
+ * and removes never meets another replica's. */
+enum { FDP_TREE_HOOK_NAMES = 11 };
+
+typedef struct fdp_tree_names {
+  PyObject *parameters, *buffers, *modules, *is_replica, *former_parameters, *copy;
+  PyObject *hooks[FDP_TREE_HOOK_NAMES];
+} fdp_tree_names;
+
+typedef struct fdp_tree {
+  PyObject_HEAD
+  fdp_tree_module *modules;
+  Py_ssize_t module_count;
+  fdp_tree_child *children;
+  Py_ssize_t child_count;
+  PyObject *index_of; /* dict: id(base module) -> index, for methods bound to a base module */
+  fdp_tree_entries parameters;
+  fdp_tree_entries buffers;
+  fdp_tree_names names;
+} fdp_tree;
+
+/* Adds the types Tree and Replica to the extension module. */
+int fdp_py_tree_add(PyObject *module);
+/* The spec of Replica (py_replica.c); its constructor takes (tree, modules). */
+extern PyType_Spec fdp_replica_spec;
+
+/* New references; NULL with an exception when the object is no module. */
+PyObject *fdp_tree_dict_of(PyObject *module);
+PyObject *fdp_tree_member(PyObject *module, PyObject *name);
+/* The index of a base module in the tree, -1 when it is not in it (or, rarely, on error). */
+Py_ssize_t fdp_tree_index_of(fdp_tree *tree, PyObject *module);
+
+#endif
