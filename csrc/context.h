@@ -13,6 +13,14 @@
 
 typedef struct fdp_context fdp_context;
 
+/* Everyone who takes part in one verb, and what carries between them. */
+typedef struct fdp_party {
+  const fdp_transport *transport;
+  fdp_endpoint home;
+  fdp_endpoint others[FDP_MAX_REPLICAS];
+  int32_t other_count;
+} fdp_party;
+
 fdp_status fdp_context_open(fdp_context **context);
 /* Closes pools and devices. No verb may be running. */
 void fdp_context_close(fdp_context *context);
@@ -21,10 +29,18 @@ void fdp_context_close(fdp_context *context);
 fdp_status fdp_context_device(fdp_context *context, fdp_device_id id, fdp_device **device);
 /* The scratch pool of a device that fdp_context_device returned. */
 fdp_pool *fdp_context_pool(fdp_context *context, fdp_device *device);
+/* Puts a device that was opened elsewhere under its id, before first use of that id: how tests bring
+ * simulated devices. The context closes it, also when this fails. */
+fdp_status fdp_context_adopt(fdp_context *context, fdp_device *device);
 /* The first transport, in order of preference, that joins `home` with all `others`. When none does,
  * FDP_UNSUPPORTED with what each of them was missing. */
 fdp_status fdp_context_transport(fdp_context *context, fdp_device_id home,
                                  const fdp_device_id *others, int32_t other_count,
                                  const fdp_transport **transport);
+/* All of the above at once. `streams` may be NULL, or hold NULL: the device's default stream.
+ * other_count is 1 to FDP_MAX_REPLICAS (checked by the verb). */
+fdp_status fdp_context_party(fdp_context *context, fdp_device_id home, fdp_stream *home_stream,
+                             const fdp_device_id *others, fdp_stream *const *streams,
+                             int32_t other_count, fdp_party *party);
 
 #endif

@@ -69,6 +69,9 @@ struct fdp_device {
   fdp_device_id id;
 };
 
+/* memory_take, as everything outside a backend must call it: FDP_FAULT_MEMORY_TAKE is looked at. */
+fdp_status fdp_device_memory_take(fdp_device *device, size_t size_bytes, void **address);
+
 /* A stream together with the device it belongs to: what a verb is told to enqueue on. */
 typedef struct fdp_stream_ref {
   fdp_device *device;

@@ -29,6 +29,16 @@
 #define FDP_MESSAGE_BYTES 1024
 #endif
 
+/* Unused scratch memory that the pool of one device keeps before it gives some back. */
+#ifndef FDP_POOL_IDLE_BYTES
+#define FDP_POOL_IDLE_BYTES (INT64_C(1) << 30)
+#endif
+
+/* Strided copies that a plan holds without memory of its own. */
+#ifndef FDP_PLAN_INLINE_COPIES
+#define FDP_PLAN_INLINE_COPIES 4
+#endif
+
 /* Deadline of a wait on the host when FASTDP_TIMEOUT_MS is not set. */
 #ifndef FDP_DEFAULT_TIMEOUT_MS
 #define FDP_DEFAULT_TIMEOUT_MS 600000

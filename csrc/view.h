@@ -54,7 +54,15 @@ bool fdp_view_overlaps_itself(const fdp_view *view);
 /* True if the two extents share a byte (on one device). */
 bool fdp_views_overlap(const fdp_view *a, const fdp_view *b);
 bool fdp_view_same_shape(const fdp_view *a, const fdp_view *b);
+/* Same shape, and the same strides wherever a dimension has more than one element. */
+bool fdp_view_same_layout(const fdp_view *a, const fdp_view *b);
+
+/* Where the memory is: pinned host memory is the host. */
+fdp_device_id fdp_device_place(fdp_device_id id);
+/* True if both name the same memory (fdp_device_place). */
 bool fdp_device_equal(fdp_device_id a, fdp_device_id b);
+/* "cpu:0", "cuda:1"; writes at most `size_bytes` bytes and returns `text`. */
+const char *fdp_device_text(fdp_device_id id, char *text, size_t size_bytes);
 
 /* The slice [start, start + length) along `dim`; dim and range have been checked. */
 fdp_view fdp_view_narrow(const fdp_view *view, int32_t dim, int64_t start, int64_t length);
