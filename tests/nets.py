@@ -94,12 +94,12 @@ def grads(module):
     }
 
 
-def by_hand(module, x, n, loss=torch.sum):
-    """(output, gradients by name, copy 0 of the module) of n copies of `module` on chunks of x."""
-    copies = [copy.deepcopy(module) for _ in x.chunk(n)]
+def by_hand(module, x, n, clone=copy.deepcopy):
+    """(output, gradients by name, copy 0 of the module) of n clones of `module` on chunks of x."""
+    copies = [clone(module) for _ in x.chunk(n)]
     outputs = [replica(chunk) for replica, chunk in zip(copies, x.chunk(n), strict=True)]
     output = torch.cat(outputs)
-    loss(output).backward()
+    output.sum().backward()
     total = {}
     for name, parameter in copies[0].named_parameters():
         terms = [dict(c.named_parameters())[name].grad for c in copies]
@@ -108,13 +108,13 @@ def by_hand(module, x, n, loss=torch.sum):
     return output.detach(), total, copies[0]
 
 
-def check_against_hand(impl, module, x, n, bound=None, loss=torch.sum):
+def check_against_hand(impl, module, x, n, bound=None, clone=copy.deepcopy):
     """Forward and backward of the wrapped `module` are those of `by_hand`; returns (wrapper, copy 0
     of the reference). `bound` None asks for equality."""
-    want, want_grads, reference = by_hand(module, x, n, loss)
+    want, want_grads, reference = by_hand(module, x, n, clone)
     wrapped = impl.wrap(module, n)
     got = wrapped(x)
-    loss(got).backward()
+    got.sum().backward()
     check = close if bound else same
     check(got, want, **(bound or {}))
     for name, gradient in grads(module).items():
