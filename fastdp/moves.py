@@ -1,0 +1,56 @@
+"""The four moves below `fastdp.comm`: make the results, then one call of the core. Arguments have
+been checked; arrays are sources of their family (`arrays.py`); nothing here knows of autograd.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import Any, Optional, Sequence, Tuple
+
+import torch
+
+from . import _C
+
+
+def scatter(
+    family: Any,
+    source: Any,
+    devices: Sequence[torch.device],
+    sizes: Sequence[int],
+    dim: int,
+    stream: Optional[torch.cuda.Stream] = None,
+) -> Tuple[Any, ...]:
+    """Consecutive pieces of `sizes` along `dim`, piece i in new memory on devices[i]. A stream, if
+    given, is the current one of its device while the pieces are made and written."""
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        starts = accumulate(sizes, initial=0)
+        results = tuple(
+            family.piece(source, dim, start, size, device)
+            for start, size, device in zip(starts, sizes, devices)
+        )
+        _C.scatter(source, results, dim)
+    return results
+
+
+def gather(family: Any, sources: Sequence[Any], dim: int, device: torch.device) -> Any:
+    shapes = [family.shape(source) for source in sources]
+    length = sum(shape[dim] for shape in shapes)
+    shape = shapes[0][:dim] + (length,) + shapes[0][dim + 1 :]
+    result = family.joined(sources, shape, device)
+    _C.gather(tuple(sources), result, dim)
+    return result
+
+
+def broadcast(family: Any, source: Any, devices: Sequence[torch.device]) -> Tuple[Any, ...]:
+    results = tuple(family.like(source, device) for device in devices)
+    _C.broadcast(source, results)
+    return results
+
+
+def reduce(family: Any, sources: Sequence[Any], device: torch.device) -> Any:
+    """The sum in the order of `sources`, laid out like the first of them that lies on `device`."""
+    on_device = [source for source in sources if family.device(source) == device]
+    result = family.like(on_device[0] if on_device else sources[0], device)
+    _C.reduce(tuple(sources), result)
+    return result
