@@ -1,0 +1,380 @@
+"""BEHAVIOUR E: dtypes, autocast, compile, script, export, forward-mode."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from nets import CLOSE, Apply, Net, check_against_hand, close, grads, ints, linear, same
+from torch import nn
+
+row = pytest.mark.row
+
+
+# Dtypes.
+
+
+class ComplexNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.complex(ints(3, 2), ints(3, 2, seed=2)))
+        self.register_buffer("shift", torch.complex(ints(2), ints(2, seed=2)))
+
+    def forward(self, x):
+        assert self.w.dtype == self.shift.dtype == torch.complex128 and self.w.shape == (3, 2)
+        return x @ self.w + self.shift
+
+
+@row("E: complex parameters / tensors")
+@pytest.mark.parametrize("grad", [True, False])
+def test_complex_stays_complex(impl, grad):
+    module, plain = ComplexNet(), ComplexNet()
+    x = torch.complex(ints(5, 3), ints(5, 3, seed=2))
+    with torch.set_grad_enabled(grad):
+        same(out := impl.wrap(module, 2)(x), want := plain(x))
+    if grad:
+        out.abs().pow(2).sum().backward()
+        want.abs().pow(2).sum().backward()
+        close(module.w.grad, plain.w.grad)
+
+
+@row("E: complex parameters / tensors")
+def test_complex_and_real_parameters_together(impl):
+    def forward(self, x):
+        return torch.view_as_real(self.lin(x) * self.w)
+
+    module, plain = Apply(forward), Apply(forward)
+    for m in (module, plain):
+        m.w = nn.Parameter(torch.complex(ints(2), ints(2, seed=2)))
+    same(out := impl.wrap(module, 2)(ints(4, 3)), want := plain(ints(4, 3)))
+    out.sum().backward()
+    want.sum().backward()
+    same(grads(module), grads(plain))
+
+
+ODD = ["bool", "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32"]
+ODD += ["float64", "complex64", "float8_e4m3fn", "float8_e5m2", "uint16", "uint32"]
+
+
+@row("E: mixed dtypes in one model")
+def test_buffers_of_every_dtype_are_exact(impl):
+    """Beside fp64 weights; fp8 and the like move as bytes."""
+    seen = []
+    module = Apply(lambda s, x: seen.append(dict(s.named_buffers())) or s.lin(x))
+    for name in ODD:
+        values = torch.arange(1, 8).to(getattr(torch, name))
+        module.register_buffer(f"as_{name}", values)
+    want = {name: b.clone() for name, b in module.named_buffers()}
+    impl.wrap(module, 3)(ints(6, 3))
+    assert len(seen) == 3
+    for buffers in seen:
+        assert list(buffers) == list(want)
+        for name, buffer in buffers.items():
+            assert buffer.dtype == want[name].dtype
+            raw = buffer.cpu().contiguous().view(torch.uint8)
+            assert torch.equal(raw, want[name].contiguous().view(torch.uint8)), name
+
+
+@row("E: mixed dtypes in one model; half/double model")
+def test_parameters_of_several_dtypes(impl):
+    def make():
+        module = Apply(lambda s, x: s.lin(x) + s.low.float().sum() + s.single.sum())
+        module.low = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        module.single = nn.Parameter(torch.ones(2))
+        module.frozen = nn.Parameter(torch.arange(3), requires_grad=False)
+        return module
+
+    module, plain = make(), make()
+    same(out := impl.wrap(module, 2)(ints(4, 3)), want := plain(ints(4, 3)))
+    out.sum().backward()
+    want.sum().backward()
+    same(grads(module), grads(plain))
+
+
+@row("E: half/double model")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_half_models(impl, dtype):
+    """Small integers are exact in half precision too, the sums of four included."""
+    module, plain = linear().to(dtype), linear().to(dtype)
+    x = ints(4, 3).to(dtype)
+    same(out := impl.wrap(module, 2)(x), want := plain(x))
+    out.sum().backward()
+    want.sum().backward()
+    same(grads(module), grads(plain))
+
+
+# Autocast.
+
+
+@row("E: autocast; K: test_autocast")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_autocast_enabled_reaches_replicas(impl, enabled):
+    device = impl.home.type
+    seen = []
+
+    def forward(self, x):
+        seen.append((torch.is_autocast_enabled(device), self.lin(x).dtype))
+        return x
+
+    dp = impl.wrap(Apply(forward).float(), 2)
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=enabled):
+        dp(torch.ones(4, 3))
+        assert torch.is_autocast_enabled(device) == enabled
+    assert seen == [(enabled, torch.bfloat16 if enabled else torch.float32)] * 2
+    seen.clear()
+    dp(torch.ones(4, 3))
+    assert seen == [(False, torch.float32)] * 2
+
+
+@row("E: autocast dtype")
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_dtype_and_cache_flag_reach_replicas(fast, dtype, cache):
+    device = fast.home.type
+    seen = []
+
+    def forward(self, x):
+        seen.append((torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()))
+        return self.lin(x)
+
+    dp = fast.wrap(Apply(forward).float(), 2)
+    with torch.autocast(device, dtype=dtype, cache_enabled=cache):
+        assert dp(torch.ones(4, 3)).dtype == dtype
+    assert seen == [(dtype, cache)] * 2
+
+
+@row("E: autocast; mutant: a worker that leaves autocast clears the cast cache of others")
+def test_autocast_numbers_and_gradients(fast):
+    device = fast.home.type
+    module, plain = linear().float(), linear().float().to(fast.home)
+    dp = fast.wrap(module, 2)
+    x = ints(4, 3).float()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        for _ in range(2):
+            same(out := dp(x), want := plain(x.to(fast.home)))
+            out.float().sum().backward()
+            want.float().sum().backward()
+    same(grads(module), grads(plain))
+    assert module.weight.grad.dtype == torch.float32
+
+
+@row("E: autocast")
+def test_autocast_inside_forward_stays_inside(impl):
+    device = impl.home.type
+
+    def forward(self, x):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            y = self.lin(x)
+        assert not torch.is_autocast_enabled(device)
+        return y
+
+    out = impl.wrap(Apply(forward).float(), 2)(torch.ones(4, 3))
+    assert out.dtype == torch.bfloat16 and not torch.is_autocast_enabled(device)
+
+
+@row("E: warning spam")
+def test_a_step_warns_of_nothing(impl):
+    module = nn.Sequential(Net(), nn.BatchNorm1d(2).double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dp = impl.wrap(module, 2)
+        opt = torch.optim.SGD(dp.parameters(), 0.1)
+        for _ in range(2):
+            dp(ints(4, 3)).sum().backward()
+            opt.step()
+        with torch.autocast(impl.home.type, dtype=torch.bfloat16), torch.no_grad():
+            dp.eval()(ints(4, 3))
+
+
+@row("E: GradScaler; L: GradScaler specific to DP")
+def test_grad_scaler_finds_inf_of_the_last_replica(impl):
+    module = linear().float()
+    dp = impl.wrap(module, 2)
+    opt = torch.optim.SGD(dp.parameters(), 1.0)
+    scaler = torch.amp.GradScaler(impl.home.type, init_scale=4.0)
+    before = [p.detach().clone() for p in module.parameters()]
+    x = ints(4, 3).float()
+    x[3, 0] = float("inf")
+    scaler.scale(dp(x).sum()).backward()
+    scaler.step(opt)
+    scaler.update()
+    same(list(module.parameters()), before)
+    assert scaler.get_scale() == 2.0
+    opt.zero_grad()
+    scaler.scale(dp(ints(4, 3).float()).sum()).backward()
+    scaler.step(opt)
+    same(module.bias, before[1] - 4)
+
+
+# Compiled, scripted, exported.
+
+
+@row("E: torch.compile")
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("order", ["DP(compile(m))", "compile(DP(m))", "m.compile()", "inner"])
+def test_compiled_modules(fast, order, backend):
+    torch._dynamo.reset()
+    module, plain = Net(), Net()
+    if order == "DP(compile(m))":
+        run = fast.wrap(torch.compile(module, backend=backend), 2)
+    elif order == "compile(DP(m))":
+        run = torch.compile(fast.wrap(module, 2), backend=backend)
+    elif order == "m.compile()":
+        module.compile(backend=backend)
+        run = fast.wrap(module, 2)
+    else:
+        module.first = torch.compile(module.first, backend=backend)
+        run = fast.wrap(module, 2)
+    opts = [torch.optim.SGD(m.parameters(), 2**-10) for m in (module, plain)]
+    for step in range(3):
+        x = ints(4, 3, seed=step)
+        for m, r, opt in ((module, run, opts[0]), (plain, plain, opts[1])):
+            m.zero_grad()
+            r(x).sum().backward()
+            opt.step()
+        for got, want in zip(module.parameters(), plain.parameters(), strict=True):
+            close(got, want)
+            close(got.grad, want.grad)
+    torch._dynamo.reset()
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 2, batch_first=True).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]
+
+
+def scripted(module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(module)
+
+
+@row("E: ScriptModule")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["pure", "child", "lstm"])
+def test_scripted_modules(impl, kind):
+    torch.manual_seed(0)
+    plain = Lstm() if kind == "lstm" else Net()
+    x = ints(4, 2, 3) if kind == "lstm" else ints(4, 3)
+    module = scripted(copy.deepcopy(plain))
+    if kind == "child":
+        module = nn.Sequential(module)
+    dp = impl.wrap(module, 2)
+    close(out := dp(x), want := plain(x))
+    out.sum().backward()
+    want.sum().backward()
+    for got, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        close(got.grad, expected.grad)
+    with torch.no_grad():
+        for parameter in (*module.parameters(), *plain.parameters()):
+            parameter.mul_(2)
+        close(dp(x), plain(x))
+
+
+@row("E: ScriptModule; PITFALLS: fx GraphModules")
+def test_traced_graph_module(impl):
+    module, plain = torch.fx.symbolic_trace(Net()), Net()
+    dp = impl.wrap(module, 2)
+    for _ in range(2):
+        same(out := dp(ints(4, 3)), want := plain(ints(4, 3)))
+        out.sum().backward()
+        want.sum().backward()
+    same(grads(module), grads(plain))
+
+
+@row("E: export / trace of the wrapper")
+def test_script_of_the_wrapper_is_refused_as_by_torch(fast):
+    """A wrapper's forward takes *args: TorchScript refuses both alike."""
+    with pytest.raises(Exception) as torchs:
+        torch.jit.script(nn.DataParallel(linear()))
+    with pytest.raises(torchs.type):
+        torch.jit.script(fast.wrap(linear(), 2))
+
+
+@row("E: export / trace of the wrapper")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_onnx_export_refuses_the_wrapper(fast):
+    with pytest.raises(Exception, match="DataParallel"):
+        torch.onnx.export(fast.wrap(linear(), 2), (ints(4, 3),), io.BytesIO(), dynamo=False)
+
+
+# Forward mode and functorch.
+
+
+@row("E: functorch, forward-mode; mutant: a tangent dropped")
+def test_forward_mode_is_refused_or_right(fast):
+    dp = fast.wrap(linear(), 2)
+    x, t = ints(4, 3), ints(4, 3, seed=2)
+    for grad in (True, False):
+        try:
+            with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(grad):
+                dual = torch.autograd.forward_ad.make_dual(x.to(fast.home), t.to(fast.home))
+                tangent = torch.autograd.forward_ad.unpack_dual(dp(dual)).tangent
+        except (RuntimeError, NotImplementedError):
+            continue
+        assert tangent is not None, "the tangent was dropped without a word"
+        same(tangent, t @ linear().weight.T)
+
+
+@row("E: functorch, forward-mode")
+def test_functorch_transforms_are_refused_or_right(fast):
+    dp = fast.wrap(linear(), 2)
+    x, t = ints(4, 3).to(fast.home), ints(4, 3, seed=2).to(fast.home)
+    weight = linear().weight.detach()
+    expected = {
+        "jvp": (lambda: torch.func.jvp(dp, (x,), (t,))[1], t.cpu() @ weight.T),
+        "vjp": (lambda: torch.func.vjp(dp, x)[1](t[:, :2])[0], t[:, :2].cpu() @ weight),
+        "grad": (lambda: torch.func.grad(lambda x: dp(x).sum())(x), weight.sum(0).expand(4, 3)),
+        "vmap": (lambda: torch.func.vmap(dp)(x[None]), linear()(x.cpu())[None]),
+    }
+    for name, (run, want) in expected.items():
+        try:
+            got = run()
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            assert str(error), name
+            continue
+        same(got, want)
+
+
+@row("E: mixed dtypes in one model: tensor subclasses")
+def test_parameter_subclass_trains(impl):
+    class Marked(nn.Parameter):
+        pass
+
+    module, plain = linear(), linear()
+    module.weight = Marked(module.weight.detach())
+    impl.wrap(module, 2)(ints(4, 3)).sum().backward()
+    plain(ints(4, 3)).sum().backward()
+    same(grads(module), grads(plain))
+    assert type(module.weight) is Marked
+
+
+@row("E: half/double model")
+def test_convolution_net(impl):
+    module = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 2)
+    ).double()
+    check_against_hand(impl, module, ints(6, 1, 5, 5), 2, CLOSE)
+
+
+@row("E: half/double model")
+def test_scalar_and_zero_size_parameters(impl):
+    def make():
+        module = Apply(lambda s, x: s.lin(x) * s.scale + s.none.sum())
+        module.scale = nn.Parameter(torch.tensor(3.0).double())
+        module.none = nn.Parameter(torch.zeros(0, 4).double())
+        return module
+
+    module, plain = make(), make()
+    same(out := impl.wrap(module, 2)(ints(4, 3)), want := plain(ints(4, 3)))
+    out.sum().backward()
+    want.sum().backward()
+    same(grads(module), grads(plain))
