@@ -139,6 +139,24 @@ fdp_status fdp_plan_copy(fdp_copy_list *list, const fdp_view *target, const fdp_
   return status;
 }
 
+fdp_status fdp_plan_slices(fdp_copy_list *list, const fdp_view *whole, const fdp_view *parts,
+                           int32_t part_count, int32_t dim, fdp_plan_direction direction,
+                           int32_t *copy_counts) {
+  int64_t start = 0;
+  for (int32_t i = 0; i < part_count; ++i) {
+    int64_t length = parts[i].shape[dim];
+    fdp_view slice = fdp_view_narrow(whole, dim, start, length);
+    const fdp_view *target = direction == FDP_PLAN_SCATTER ? &parts[i] : &slice;
+    const fdp_view *source = direction == FDP_PLAN_SCATTER ? &slice : &parts[i];
+    int32_t before = list->count;
+    fdp_status status = fdp_plan_copy(list, target, source);
+    if (status != FDP_OK) return status;
+    copy_counts[i] = list->count - before;
+    start += length;
+  }
+  return FDP_OK;
+}
+
 int32_t fdp_plan_chunks(int64_t batch, int32_t replicas, int64_t *sizes) {
   assert(batch >= 0 && replicas > 0);
   int64_t size = batch / replicas + (batch % replicas != 0);

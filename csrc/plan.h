@@ -24,6 +24,15 @@ void fdp_copy_list_drop(fdp_copy_list *list);
  * merged dimensions become several copies. Nothing is added for no elements. */
 fdp_status fdp_plan_copy(fdp_copy_list *list, const fdp_view *target, const fdp_view *source);
 
+typedef enum fdp_plan_direction { FDP_PLAN_SCATTER, FDP_PLAN_GATHER } fdp_plan_direction;
+
+/* Copies between `whole` and its consecutive slices along `dim`: out of it (scatter) or into it
+ * (gather). The parts' sizes along `dim` add up to the whole's. copy_counts[i] is what part i added
+ * to the list, in order. */
+fdp_status fdp_plan_slices(fdp_copy_list *list, const fdp_view *whole, const fdp_view *parts,
+                           int32_t part_count, int32_t dim, fdp_plan_direction direction,
+                           int32_t *copy_counts);
+
 /* The sizes into which torch.chunk cuts `batch`, of at most `replicas` chunks: ceil(batch /
  * replicas) each and the rest last, so there may be fewer. An empty batch is one chunk of 0.
  * `sizes` has room for `replicas`; returns the number of chunks. */

@@ -104,8 +104,8 @@ void fdp_view_extent(const fdp_view *view, const char **begin, const char **end)
   int64_t low = 0;
   int64_t high = item_bytes;
   *begin = *end = view->data;
+  if (fdp_view_count_elems(view) == 0) return; /* strides of nothing are never checked */
   for (int32_t d = 0; d < view->ndim; ++d) {
-    if (view->shape[d] == 0) return;
     int64_t reach = (view->shape[d] - 1) * view->strides[d] * item_bytes;
     if (reach < 0) low += reach;
     if (reach > 0) high += reach;
@@ -115,15 +115,14 @@ void fdp_view_extent(const fdp_view *view, const char **begin, const char **end)
 }
 
 bool fdp_view_is_contiguous(const fdp_view *view) {
+  if (fdp_view_count_elems(view) == 0) return true;
   int64_t expected = 1;
-  bool matches = true;
   for (int32_t d = view->ndim - 1; d >= 0; --d) {
-    if (view->shape[d] == 0) return true;
     if (view->shape[d] == 1) continue;
-    if (matches && view->strides[d] != expected) matches = false;
-    if (matches) expected *= view->shape[d];
+    if (view->strides[d] != expected) return false;
+    expected *= view->shape[d];
   }
-  return matches;
+  return true;
 }
 
 /* The dimensions of more than one element, by stride, the smallest first. */

@@ -1,0 +1,35 @@
+/* The inside of a bucket, for the files that implement bucket.h. Written by fdp_bucket_open only. */
+#ifndef FDP_BUCKET_SLOTS_H
+#define FDP_BUCKET_SLOTS_H
+
+#include "bucket.h"
+
+typedef struct bucket_slot {
+  int64_t offset_bytes;
+  int64_t size_bytes;
+  int64_t count_elems;
+  int32_t ndim;
+  const int64_t *shape; /* ndim entries of the bucket's own */
+  const int64_t *strides;
+} bucket_slot;
+
+struct fdp_bucket {
+  fdp_dtype dtype;
+  int32_t count;
+  int64_t size_bytes;
+  bucket_slot *slots;
+  int64_t *dims; /* shapes and strides of all slots */
+};
+
+bool fdp_bucket_slot_has_shape(const bucket_slot *slot, const fdp_view *view);
+/* Both have the slot's shape: true if the view's bytes are the slot's, in order. */
+bool fdp_bucket_slot_has_layout(const bucket_slot *slot, const fdp_view *view);
+/* `name` and the indices go into the message. `second` < 0: one index only. */
+fdp_status fdp_bucket_check_tensor(const fdp_bucket *bucket, int32_t index, const fdp_view *view,
+                                   const char *verb, const char *name, int32_t first,
+                                   int32_t second);
+/* `index` < 0: the argument is no array. */
+fdp_status fdp_bucket_check_flat(const fdp_bucket *bucket, const fdp_view *flat, const char *verb,
+                                 const char *name, int32_t index);
+
+#endif
