@@ -184,8 +184,9 @@ static int borrow_numpy(fdp_py_borrower *borrower, PyObject *object, int intent,
   return result;
 }
 
-/* What every view must pass, however it came. */
-static int check_view(fdp_py_state *state, const fdp_view *view, int intent,
+/* What every view must pass, however it came. (Overlap is the core's to check: the verbs know which
+ * views may share memory.) */
+static int check_view(fdp_py_state *state, const fdp_view *view,
                       const fdp_py_argument *argument) {
   char name[96];
   fdp_status status;
@@ -202,9 +203,6 @@ static int check_view(fdp_py_state *state, const fdp_view *view, int intent,
     fdp_py_raise(state, status);
     return -1;
   }
-  if ((intent & FDP_PY_WRITE) && fdp_view_overlaps_itself(view))
-    return fdp_py_refuse(PyExc_ValueError, argument,
-                         "elements share memory (as after expand), cannot be written");
   return 0;
 }
 
@@ -230,7 +228,7 @@ int fdp_py_borrow(fdp_py_borrower *borrower, PyObject *object, int intent,
                            Py_TYPE(object)->tp_name);
   }
   if (result < 0) return -1;
-  return check_view(borrower->state, view, intent, argument);
+  return check_view(borrower->state, view, argument);
 }
 
 int fdp_py_borrow_tuple(fdp_py_borrower *borrower, PyObject *tuple, int intent, const char *name,

@@ -153,6 +153,11 @@ static PyObject *handoff_take(PyObject *object, PyObject *timeout) {
     result = wait_for_item(state, self, timeout_ms, &item, &status);
   atomic_flag_clear(&self->taking);
   if (result < 0) return NULL;
+  if (status == FDP_TIMED_OUT) {
+    /* The core's message has the length of the last slice. */
+    PyErr_Format(state->timeout_error, "take: no item came within %R s", timeout);
+    return NULL;
+  }
   if (status != FDP_OK) return fdp_py_raise(state, status);
   /* Another item may be in already. If it is the same object, the collector merely misses it. */
   if (self->inside == item) self->inside = NULL;

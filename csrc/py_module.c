@@ -13,6 +13,7 @@
 #include "py_error.h"
 #include "py_handoff.h"
 #include "py_layout.h"
+#include "py_log.h"
 #include "py_producer.h"
 #include "py_tree.h"
 #include "py_verbs.h"
@@ -26,6 +27,7 @@ fdp_context *fdp_py_context(fdp_py_state *state) {
   fdp_status status;
 
   if (state->context != NULL && state->context_pid == pid) return state->context;
+  if (fdp_py_log_open(state) < 0) return NULL;
   status = fdp_context_open(&context);
   if (status != FDP_OK) {
     fdp_py_raise(state, status);

@@ -4,6 +4,7 @@
 object with `__dlpack__`, or a NumPy array. Nothing is kept after a call returns unless it says so.
 """
 
+import builtins
 from typing import Any, Optional, Sequence, Tuple, TypedDict
 
 Producer = Any
@@ -13,7 +14,7 @@ class Error(RuntimeError):
     exhaustion is MemoryError, a missing capability NotImplementedError."""
 
 class DeviceError(Error): ...
-class TimeoutError(Error): ...
+class TimeoutError(Error, builtins.TimeoutError): ...
 class AbortedError(Error): ...
 class FaultInjected(Error): ...
 
@@ -42,6 +43,9 @@ def counters() -> dict[str, Counters]: ...
 def reset_counters() -> None: ...
 def arm_fault(point: str, nth_call: int) -> None:
     """Tests: the n-th call from now of `point` fails with FaultInjected; 0 disarms."""
+
+def _use_exchange_table(use: bool, /) -> bool:
+    """Tests: whether exchange tables are looked for on types. Gives the former setting."""
 
 # Verbs on whole tensors. Targets are written; they are contiguous or strided, never overlapping.
 def scatter(source: Producer, targets: Tuple[Producer, ...], dim: int) -> None: ...
@@ -80,7 +84,7 @@ class Bucket:
         memory only. None when the type of `flat` carries no table that can make tensors."""
 
 class Array:
-    """Memory of the core's own as a DLPack producer: what fastdp.comm returns for producers that are
+    """Memory of the core's own, not initialised, as a DLPack producer: what fastdp.comm returns for producers that are
     neither torch nor NumPy."""
     def __init__(self, shape: Tuple[int, ...], dtype: Tuple[int, int, int], device: Tuple[int, int], /) -> None: ...
     @property
