@@ -1,7 +1,7 @@
 /* A bucket: many tensors of one dtype with one flat buffer, so that a step moves few large pieces
  * instead of many small ones. The struct is a plan only (slots, no memory); it is made once for a
- * list of tensors and used every step, by any thread, since nothing writes to it. The layout part is
- * pure; the two verbs enqueue. */
+ * list of tensors and used every step, by any thread, since nothing writes to it. The layout part
+ * is pure; the two verbs enqueue. */
 #ifndef FDP_BUCKET_H
 #define FDP_BUCKET_H
 

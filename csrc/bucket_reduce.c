@@ -36,11 +36,12 @@ static fdp_status check_gradient(const bucket_reduction *work, int32_t rank, int
       fdp_bucket_slot_has_layout(slot, gradient)) {
     return FDP_OK;
   }
-  return fdp_fail(FDP_INVALID_ARGUMENT, "%s: gradients[%d][%d] overlaps flat, must not unless it is "
-                  "slot %d of it", verb, rank, index, index);
+  return fdp_fail(FDP_INVALID_ARGUMENT, "%s: gradients[%d][%d] overlaps flat, must not unless it "
+                  "is slot %d of it", verb, rank, index, index);
 }
 
-/* Also finds where each rank is: on its first gradient's device, and with the flat if it has none. */
+/* Also finds where each rank is: on its first gradient's device, and with the flat if it has
+ * none. */
 static fdp_status check(const bucket_reduction *work, fdp_device_id *devices) {
   fdp_status status;
   char text[48];

@@ -1,4 +1,5 @@
-/* The inside of a bucket, for the files that implement bucket.h. Written by fdp_bucket_open only. */
+/* The inside of a bucket, for the files that implement bucket.h. Written by fdp_bucket_open
+ * only. */
 #ifndef FDP_BUCKET_SLOTS_H
 #define FDP_BUCKET_SLOTS_H
 

@@ -29,8 +29,8 @@ void fdp_context_close(fdp_context *context);
 fdp_status fdp_context_device(fdp_context *context, fdp_device_id id, fdp_device **device);
 /* The scratch pool of a device that fdp_context_device returned. */
 fdp_pool *fdp_context_pool(fdp_context *context, fdp_device *device);
-/* Puts a device that was opened elsewhere under its id, before first use of that id: how tests bring
- * simulated devices. The context closes it, also when this fails. */
+/* Puts a device that was opened elsewhere under its id, before first use of that id: how tests
+ * bring simulated devices. The context closes it, also when this fails. */
 fdp_status fdp_context_adopt(fdp_context *context, fdp_device *device);
 /* The first transport, in order of preference, that joins `home` with all `others`. When none does,
  * FDP_UNSUPPORTED with what each of them was missing. */

@@ -1,10 +1,10 @@
 /* A device is a table of functions and one struct behind it. Backends: device_host.c (streams are
- * threads), device_cuda.c, and for tests a simulated one. Whoever opens a device closes it after all
- * its streams and events are gone. Every function may be called from any thread.
+ * threads), device_cuda.c, and for tests a simulated one. Whoever opens a device closes it after
+ * all its streams and events are gone. Every function may be called from any thread.
  *
  * Streams and events are opaque. The stream NULL is the backend's own default: on the host it means
- * "at once, on the calling thread", as torch's CPU operators run; on CUDA the legacy default stream.
- * So a framework's own stream handle can be passed as it is.
+ * "at once, on the calling thread", as torch's CPU operators run; on CUDA the legacy default
+ * stream. So a framework's own stream handle can be passed as it is.
  *
  * Whatever is enqueued reads its argument arrays before the call returns; the memory that they
  * point to must live until the work has run. */

@@ -1,5 +1,5 @@
-/* Gather: sources, one after another along a dimension, into one target. The views have been checked
- * (fdp_view_check). Borrows everything; keeps nothing after the work ran. */
+/* Gather: sources, one after another along a dimension, into one target. The views have been
+ * checked (fdp_view_check). Borrows everything; keeps nothing after the work ran. */
 #ifndef FDP_GATHER_H
 #define FDP_GATHER_H
 

@@ -12,8 +12,8 @@
 #define ABORT_LOOK_MS 5
 
 /* Note "records". An event stands for its latest record only, while waits made before keep the one
- * they saw. So a record is a thing of its own, shared by the event, the stream that will pass it and
- * everyone who waits for it; the last of them frees it. An event without one has passed. */
+ * they saw. So a record is a thing of its own, shared by the event, the stream that will pass it
+ * and everyone who waits for it; the last of them frees it. An event without one has passed. */
 typedef struct host_record {
   pthread_mutex_t mutex;
   pthread_cond_t passed_cond;

@@ -1,6 +1,6 @@
 /* Streams and events of the host device (device_host.h): a thread with a queue of tasks, and events
- * whose records are shared. Private to device_host.c. Any thread may call; a stream is closed by one
- * thread, after the last call that names it. */
+ * whose records are shared. Private to device_host.c. Any thread may call; a stream is closed by
+ * one thread, after the last call that names it. */
 #ifndef FDP_HOST_STREAM_H
 #define FDP_HOST_STREAM_H
 

@@ -16,12 +16,12 @@ typedef enum fdp_log_level {
   FDP_LOG_DEBUG
 } fdp_log_level;
 
-/* Called on the thread that logs, with no lock of the core's own log held; `message` is valid during
- * the call. It may not call fdp_log. */
+/* Called on the thread that logs, with no lock of the core's own log held; `message` is valid
+ * during the call. It may not call fdp_log. */
 typedef void (*fdp_log_sink)(void *user, fdp_log_level level, const char *message);
 
-/* Messages up to `level` go to `sink` from now on; a NULL sink or FDP_LOG_OFF silences. A call of the
- * old sink may still be running on another thread when this returns. */
+/* Messages up to `level` go to `sink` from now on; a NULL sink or FDP_LOG_OFF silences. A call of
+ * the old sink may still be running on another thread when this returns. */
 void fdp_log_open(fdp_log_sink sink, void *user, fdp_log_level level);
 /* The level that FASTDP_LOG asks for. */
 fdp_status fdp_log_level_from_env(fdp_log_level *level);

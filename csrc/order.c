@@ -37,7 +37,8 @@ static bool runs_at_once(const fdp_device *device, const fdp_stream *stream) {
   return !stream && device->id.kind == FDP_DEVICE_HOST;
 }
 
-/* A wait that blocks the calling thread has an event of its own, so that nobody queues behind it. */
+/* A wait that blocks the calling thread has an event of its own, so that nobody queues behind
+ * it. */
 static fdp_status wait_here(fdp_order *order, fdp_stream *first) {
   fdp_device *device = order->device;
   fdp_event *event = NULL;

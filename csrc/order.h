@@ -1,7 +1,7 @@
 /* Order between streams: "what follows here runs after all that was enqueued there". One per
- * device, with one event that is used again and again: a wait keeps the record it saw (device.h), so
- * the event is free as soon as the wait is enqueued. Any thread; record and wait are made under one
- * mutex. The device is borrowed and must outlive it. */
+ * device, with one event that is used again and again: a wait keeps the record it saw (device.h),
+ * so the event is free as soon as the wait is enqueued. Any thread; record and wait are made under
+ * one mutex. The device is borrowed and must outlive it. */
 #ifndef FDP_ORDER_H
 #define FDP_ORDER_H
 

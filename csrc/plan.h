@@ -1,5 +1,5 @@
-/* Plans: what to copy where, as arrays for the kernels. Pure but for the list's own host memory: any
- * thread, no streams, no device. Views have been checked; a plan only borrows them. */
+/* Plans: what to copy where, as arrays for the kernels. Pure but for the list's own host memory:
+ * any thread, no streams, no device. Views have been checked; a plan only borrows them. */
 #ifndef FDP_PLAN_H
 #define FDP_PLAN_H
 
@@ -19,9 +19,9 @@ typedef struct fdp_copy_list {
 void fdp_copy_list_init(fdp_copy_list *list);
 void fdp_copy_list_drop(fdp_copy_list *list);
 
-/* Adds what copies `source` to `target`: same shape, same item size. Adjacent dimensions are merged;
- * what is contiguous on both sides becomes one plain copy (ndim 0); more than FDP_COPY_MAX_DIMS
- * merged dimensions become several copies. Nothing is added for no elements. */
+/* Adds what copies `source` to `target`: same shape, same item size. Adjacent dimensions are
+ * merged; what is contiguous on both sides becomes one plain copy (ndim 0); more than
+ * FDP_COPY_MAX_DIMS merged dimensions become several copies. Nothing is added for no elements. */
 fdp_status fdp_plan_copy(fdp_copy_list *list, const fdp_view *target, const fdp_view *source);
 
 typedef enum fdp_plan_direction { FDP_PLAN_SCATTER, FDP_PLAN_GATHER } fdp_plan_direction;

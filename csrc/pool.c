@@ -26,7 +26,7 @@ struct fdp_pool {
   void *fill_source; /* FDP_ALIGNMENT_BYTES bytes 0xFF on the device, or NULL */
   fdp_pool_stats stats;
   pool_buffer *idle[CLASS_COUNT]; /* the last given first */
-  pool_buffer *lost; /* whose last use cannot be waited for: neither lent nor dropped before close */
+  pool_buffer *lost; /* last use cannot be waited for: not lent, nor dropped before close */
 };
 
 static int64_t class_bytes(int32_t index) {

@@ -1,7 +1,8 @@
 /* Scratch buffers of one device. A buffer is owned by the pool and lent to whoever takes it. It
  * comes back with an event recorded on the stream that used it last, and the stream of the next
- * taker waits for that event; so neither side ever waits on the host. After warm-up nothing is taken
- * from the device. Any thread; one mutex. The device is borrowed and must outlive the pool. */
+ * taker waits for that event; so neither side ever waits on the host. After warm-up nothing is
+ * taken from the device. Any thread; one mutex. The device is borrowed and must outlive the
+ * pool. */
 #ifndef FDP_POOL_H
 #define FDP_POOL_H
 

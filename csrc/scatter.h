@@ -1,5 +1,6 @@
 /* Scatter: consecutive slices of one source along a dimension, each into a target of its own. The
- * views have been checked (fdp_view_check). Borrows everything; keeps nothing after the work ran. */
+ * views have been checked (fdp_view_check). Borrows everything; keeps nothing after the work
+ * ran. */
 #ifndef FDP_SCATTER_H
 #define FDP_SCATTER_H
 

@@ -1,7 +1,7 @@
 /* A stage: scratch on one endpoint into which views are copied, so that they have the layout that a
  * transport asks for. Views are added, then one call enqueues all copies on the endpoint's stream.
- * The buffer is lent by the endpoint's pool and goes back with fdp_stage_close, once everything that
- * reads it is ordered before the endpoint's stream. One thread. */
+ * The buffer is lent by the endpoint's pool and goes back with fdp_stage_close, once everything
+ * that reads it is ordered before the endpoint's stream. One thread. */
 #ifndef FDP_STAGE_H
 #define FDP_STAGE_H
 

@@ -1,6 +1,6 @@
-/* A transport moves data between devices: a table of functions and one struct behind it. Verbs plan,
- * transports carry; a verb never looks at which one it was given. `local` (one memory) is here;
- * `peer`, `nccl` and `host` have the same table.
+/* A transport moves data between devices: a table of functions and one struct behind it. Verbs
+ * plan, transports carry; a verb never looks at which one it was given. `local` (one memory) is
+ * here; `peer`, `nccl` and `host` have the same table.
  *
  * Every operation enqueues and returns. Its contract about streams is the same for all: it reads
  * what lies on an endpoint on that endpoint's stream, after all that is enqueued there, and writes
@@ -35,8 +35,9 @@ typedef struct fdp_transfer {
 typedef struct fdp_transport_ops {
   const char *name; /* as in FASTDP_TRANSPORT */
   void (*close)(fdp_transport *transport);
-  /* True if it can carry between `home` and each of `others` (places: fdp_device_place). Else writes
-   * what is missing into `reason`. Looks at ids only, so it may be asked before a device is open. */
+  /* True if it can carry between `home` and each of `others` (places: fdp_device_place). Else
+   * writes what is missing into `reason`. Looks at ids only, so it may be asked before a device is
+   * open. */
   bool (*joins)(const fdp_transport *transport, fdp_device_id home, const fdp_device_id *others,
                 int32_t other_count, char *reason, size_t reason_bytes);
 
@@ -48,8 +49,8 @@ typedef struct fdp_transport_ops {
                      const fdp_segment *segments, int32_t segment_count,
                      const fdp_endpoint *targets, void *const *flats, int32_t target_count);
   /* sums[k].sources[r] lies on ranks[r] (or is NULL), sums[k].target on home; source_count is
-   * rank_count in each. All targets lie in [span, span + span_bytes). A target may be one of its own
-   * sources. */
+   * rank_count in each. All targets lie in [span, span + span_bytes). A target may be one of its
+   * own sources. */
   fdp_status (*sum)(const fdp_transport *transport, const fdp_endpoint *home,
                     const fdp_endpoint *ranks, int32_t rank_count, const fdp_sum *sums,
                     int32_t sum_count, void *span, int64_t span_bytes);

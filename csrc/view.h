@@ -1,6 +1,7 @@
 /* A view: a typed, strided window on somebody else's memory. It owns nothing; whoever made it keeps
  * the memory alive for as long as the view is used. All arithmetic is checked: a view that passed
- * fdp_view_check can be walked without overflow. Pure: any thread, no streams, no device headers. */
+ * fdp_view_check can be walked without overflow. Pure: any thread, no streams, no device
+ * headers. */
 #ifndef FDP_VIEW_H
 #define FDP_VIEW_H
 
