@@ -15,7 +15,7 @@ typedef struct fdp_replica {
   PyObject *modules;      /* tuple of the replica's modules, in the tree's order */
   Py_ssize_t own_count;   /* OWN_COUNT dictionaries of its own for each module */
   PyObject **own;
-  Py_ssize_t *references; /* per module: its reference count when the last refresh ended */
+  Py_ssize_t *references; /* per module: its reference count at settle() */
 } fdp_replica;
 
 static PyObject *own_dict(const fdp_replica *replica, Py_ssize_t m, int which)
@@ -253,8 +253,6 @@ static int refresh_modules(fdp_replica *replica, PyObject *parameters, PyObject 
     Py_XDECREF(base_dict);
     if (result < 0) return -1;
   }
-  for (Py_ssize_t m = 0; m < tree->module_count; m++)
-    replica->references[m] = Py_REFCNT(PyTuple_GET_ITEM(replica->modules, m));
   return 0;
 }
 
@@ -301,6 +299,14 @@ static PyObject *replica_empty(PyObject *self, PyObject *Py_UNUSED(ignored))
   }
   Py_XDECREF(trash);
   if (result < 0) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject *replica_settle(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+  fdp_replica *replica = (fdp_replica *)self;
+  for (Py_ssize_t m = 0; m < replica->tree->module_count; m++)
+    replica->references[m] = Py_REFCNT(PyTuple_GET_ITEM(replica->modules, m));
   Py_RETURN_NONE;
 }
 
@@ -405,8 +411,10 @@ static PyMethodDef replica_methods[] = {
      "tensors that Tree.collect() found, in its order."},
     {"empty", replica_empty, METH_NOARGS,
      "empty(): drops the copies and whatever the forward left in the modules."},
+    {"settle", replica_settle, METH_NOARGS,
+     "settle(): whoever holds a module of this replica now is no user of it."},
     {"idle", replica_idle, METH_NOARGS,
-     "idle() -> bool: nobody holds a module of this replica who did not when its refresh ended."},
+     "idle() -> bool: nobody holds a module of this replica who did not at settle()."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef replica_members[] = {

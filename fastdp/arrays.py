@@ -23,6 +23,7 @@ _DLPACK_HOSTS = (1, 3)  # plain and pinned host memory
 _DLPACK_CUDA = 2
 _DLPACK_NAMES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
 _DLPACK_BOOL = 6
+_NUMPY_MAX_BYTES = 16  # DLPack counts bits in one byte
 
 
 class TorchArrays:
@@ -131,13 +132,18 @@ class NumpyArrays:
             raise ValueError(f"{name} is {device}, but a NumPy array can only lie on 'cpu'")
 
     def source(self, array: Any, name: str) -> Any:
-        numpy = sys.modules["numpy"]
-        masked = sys.modules.get("numpy.ma")
-        if masked is not None and isinstance(array, masked.MaskedArray):
-            raise TypeError(f"{name} is a masked array, whose mask would be lost: pass its .data")
-        return numpy.asarray(array)
+        """For reading; what lies between elements, as a field of records does, is copied out."""
+        self._check_kind(array, name)
+        plain = sys.modules["numpy"].asarray(array)
+        if not plain.flags.aligned or any(s % plain.itemsize for s in plain.strides):
+            return plain.copy()
+        return plain
 
-    target = source
+    def target(self, array: Any, name: str) -> Any:
+        self._check_kind(array, name)
+        if not array.flags.writeable:
+            raise ValueError(f"{name} is read-only")
+        return sys.modules["numpy"].asarray(array)
 
     def written(self, array: Any) -> None:
         """NumPy counts no versions."""
@@ -168,6 +174,17 @@ class NumpyArrays:
             )
             for offset, shape, strides in bucket.slots
         ]
+
+    def _check_kind(self, array: Any, name: str) -> None:
+        masked = sys.modules.get("numpy.ma")
+        if masked is not None and isinstance(array, masked.MaskedArray):
+            raise TypeError(f"{name} is a masked array, whose mask would be lost: pass its .data")
+        dtype = array.dtype
+        if dtype.kind not in "biufc" or dtype.itemsize > _NUMPY_MAX_BYTES or not dtype.isnative:
+            raise TypeError(
+                f"{name} has dtype {dtype}, but must be of numbers or bool in native byte order, "
+                f"at most {_NUMPY_MAX_BYTES} bytes each"
+            )
 
 
 class DLPackArrays:

@@ -1,0 +1,27 @@
+"""fastdp: `fastdp.DataParallel(model)`, torch.nn.DataParallel without its price.
+
+Importing starts no thread and opens no device.
+"""
+
+import torch  # noqa: F401  (first: the core finds its libraries through torch's)
+
+from . import comm
+from ._C import build_info
+from .apply import parallel_apply
+from .replicas import replicate
+from .trees import gather, scatter, scatter_kwargs
+from .wrapper import DataParallel, data_parallel
+
+__all__ = [
+    "DataParallel",
+    "build_info",
+    "comm",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+]
+
+__version__ = build_info()["version"]

@@ -1,0 +1,67 @@
+"""Every private attribute of torch that fastdp uses, with what happens where a torch lacks it.
+
+Nothing else in the package may name a private attribute of torch (tests/test_torch_compat.py reads
+the list below and says which one a new torch has lost).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ContextManager
+
+import torch
+
+# name -> where it lives; the test looks each one up.
+PRIVATE = {
+    "_make_subclass": "torch.Tensor",
+    "_set_sequence_nr": "torch.autograd.Function",  # on a node, made by a Function
+    "_GLOBAL_DEVICE_CONTEXT": "torch",
+    "_log_api_usage_once": "torch._C",
+    "_check_balance": "torch.nn.parallel.data_parallel",
+    "_current_level": "torch.autograd.forward_ad",
+}
+
+
+def as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """The tensor as an `nn.Parameter` that does not require grad itself: a Function that returns it
+    makes it a non-leaf parameter with a grad_fn. Shares memory and version counter."""
+    return torch.Tensor._make_subclass(torch.nn.Parameter, tensor, False)
+
+
+def run_early(node: Any) -> None:
+    """Lets the engine run this node as soon as its gradients are there, before nodes made later.
+    Without it the numbers are the same, only later."""
+    raise_number = getattr(node, "_set_sequence_nr", None)
+    if raise_number is not None:
+        raise_number(2**62)
+
+
+def forward_mode_active() -> bool:
+    """True inside `torch.autograd.forward_ad.dual_level()`."""
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
+def default_device() -> Any:
+    """The device that this thread set by `torch.set_default_device`, or None."""
+    holder = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+    context = getattr(holder, "device_context", None)
+    return None if context is None else context.device
+
+
+def use_default_device(device: Any) -> ContextManager[Any]:
+    return contextlib.nullcontext() if device is None else torch.device(device)
+
+
+def log_use(name: str) -> None:
+    log_once = getattr(torch._C, "_log_api_usage_once", None)
+    if log_once is not None:
+        log_once(name)
+
+
+def check_balance(indices: Any) -> None:
+    """torch's warning about unlike GPUs."""
+    from torch.nn.parallel import data_parallel
+
+    check = getattr(data_parallel, "_check_balance", None)
+    if check is not None:
+        check(indices)

@@ -1,0 +1,97 @@
+"""Running modules side by side, each on its device, in a thread of its own."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence
+
+import torch
+from torch import nn
+
+from .devices import parse_device
+from .trees import find_tensors
+from .workers import Teams, run_jobs
+
+__all__ = ["parallel_apply"]
+
+_teams = Teams()
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Optional[Sequence[Dict[str, Any]]] = None,
+    devices: Optional[Sequence[Any]] = None,
+) -> List[Any]:
+    """Applies modules[i] to inputs[i] on devices[i], all at once, and gives their outputs.
+
+    Args:
+        modules: one per device.
+        inputs: for each, a tuple or list of arguments, or one argument.
+        kwargs_tup: for each, keyword arguments.
+        devices: int, str or torch.device each, or None: the device of the first tensor in its input.
+
+    Raises:
+        AssertionError: lists of different lengths.
+        RuntimeError: no device given and no tensor to take it from.
+        What a module raises: after all have finished, the first by rank, with its own type, the
+        replica and its device in the text, and the original as `__cause__`.
+    """
+    for name, given in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
+        if given is not None and len(given) != len(modules):
+            raise AssertionError(
+                f"The number of modules {len(modules)} is not equal to the number of {name} "
+                f"{len(given)}"
+            )
+    found = [
+        _device_of(i, None if devices is None else devices[i], inputs[i])
+        for i in range(len(modules))
+    ]
+    return apply_modules(_teams, modules, inputs, kwargs_tup, found)
+
+
+def _device_of(rank: int, device: Any, inputs: Any) -> torch.device:
+    if device is not None:
+        return parse_device(device, f"devices[{rank}]")
+    tensors = find_tensors(inputs)
+    if not tensors:
+        raise RuntimeError(
+            f"in replica {rank}, no device was provided and no tensor input was found; "
+            "device cannot be resolved"
+        )
+    return tensors[0].device
+
+
+def apply_modules(
+    teams: Teams,
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs: Optional[Sequence[Dict[str, Any]]],
+    devices: Sequence[torch.device],
+) -> List[Any]:
+    """`parallel_apply` on given threads and checked arguments."""
+    if not len(modules) == len(inputs) == len(devices):
+        raise AssertionError(
+            f"{len(modules)} modules, {len(inputs)} inputs and {len(devices)} devices: "
+            "there must be one of each per replica"
+        )
+    if kwargs is None:
+        kwargs = [{} for _ in modules]
+    runs = [
+        _Call(module, given if isinstance(given, (list, tuple)) else (given,), named)
+        for module, given, named in zip(modules, inputs, kwargs)
+    ]
+    return run_jobs(teams, runs, devices)
+
+
+class _Call:
+    """One replica's forward."""
+
+    __slots__ = ("module", "inputs", "kwargs")
+
+    def __init__(self, module: nn.Module, inputs: Any, kwargs: Dict[str, Any]) -> None:
+        self.module = module
+        self.inputs = inputs
+        self.kwargs = kwargs
+
+    def __call__(self) -> Any:
+        return self.module(*self.inputs, **self.kwargs)

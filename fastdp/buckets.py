@@ -1,0 +1,177 @@
+"""Buckets: the tensors of a module in few flat buffers, as autograd and the replicas see them.
+
+A `Bucket` is a plan for a list of tensors of one dtype: its memory is new at every use. A flat buffer
+belongs to whoever holds a slot of it (a replica's parameter, a `.grad`), so an older graph stays
+valid and a kept gradient is never overwritten; torch's caching allocator is the pool.
+"""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence, Tuple
+
+import torch
+
+from . import _C, _torch_compat
+
+
+class Bucket:
+    """Tensors of one dtype that all require grad, or all do not.
+
+    Args:
+        tensors: the tensors as they are now: their shapes, strides and dtype make the plan.
+        places: where each stands in the list that it was taken from.
+        parameters: for each, whether its copies are `nn.Parameter`s.
+        devices: of the ranks; the first is the home, where the tensors lie.
+        unused_grad: "zero" or "none": the gradient of a tensor that took part in nothing.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        places: Sequence[int],
+        parameters: Sequence[bool],
+        devices: Sequence[torch.device],
+        unused_grad: str,
+    ) -> None:
+        self.places = tuple(places)
+        self.parameters = tuple(parameters)
+        self.devices = tuple(devices)
+        self.device = self.devices[0]
+        self.dtype = tensors[0].dtype
+        self.requires_grad = tensors[0].requires_grad
+        self.keeps_none = unused_grad == "none"
+        self.core = _C.Bucket(tuple(tensors))
+        self.count = len(self.places)
+
+    def _flat(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.core.size_elems, dtype=self.dtype, device=device)
+
+    def _slots(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Each slot as a tensor with a version counter of its own and no view relation: an in-place
+        change of one must not invalidate the graphs of the others."""
+        slots = self.core.views(flat)
+        if slots is None:
+            slots = [
+                flat.as_strided(shape, strides, offset).data
+                for offset, shape, strides in self.core.slots
+            ]
+        return slots
+
+    def copies(self, tensors: Sequence[Optional[torch.Tensor]], home: bool) -> List[torch.Tensor]:
+        """The tensors once for each rank, rank by rank. With `home` rank 0 gets the tensors
+        themselves, parameters and differentiable ones under new names; without it, copies in which
+        None counts as zero."""
+        if any(tensor is None for tensor in tensors):
+            return self._slots_of_sums((tuple(tensors),)) * len(self.devices)
+        if self.dtype.is_complex:
+            tensors = [tensor.resolve_conj() for tensor in tensors]
+        ranks = self.devices[1:] if home else self.devices
+        flats = tuple(self._flat(device) for device in ranks)
+        if flats:
+            self.core.broadcast(tuple(tensors), flats)
+        result = [self._named_home(k, tensor) for k, tensor in enumerate(tensors)] if home else []
+        for flat in flats:
+            slots = self._slots(flat)
+            if home:
+                as_parameter = _torch_compat.as_parameter
+                slots = [
+                    as_parameter(slot) if is_parameter else slot
+                    for slot, is_parameter in zip(slots, self.parameters)
+                ]
+            result.extend(slots)
+        return result
+
+    def _named_home(self, k: int, tensor: torch.Tensor) -> torch.Tensor:
+        if self.parameters[k]:
+            return _torch_compat.as_parameter(tensor.detach())
+        # A buffer of replica 0 is the base's own: in-place updates persist there, and only there.
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    def sums(self, gradients: Sequence[Optional[torch.Tensor]]) -> Tuple[Any, ...]:
+        """The sum over the ranks of each tensor's gradient, in rank order. `gradients` come rank by
+        rank, None where there is none."""
+        count = self.count
+        rows = [gradients[i : i + count] for i in range(0, len(gradients), count)]
+        sparse = [
+            k for k in range(count) if any(row[k] is not None and _is_sparse(row[k]) for row in rows)
+        ]
+        summed = {k: _sum_in_order([row[k] for row in rows]) for k in sparse}
+        dense = tuple(
+            tuple(None if k in summed else _resolved(row[k]) for k in range(count))
+            if summed
+            else tuple(map(_resolved, row))
+            for row in rows
+        )
+        result = self._slots_of_sums(dense)
+        for k, total in summed.items():
+            result[k] = total
+        if self.keeps_none:
+            result = [
+                None if all(row[k] is None for row in rows) else slot
+                for k, slot in enumerate(result)
+            ]
+        return tuple(result)
+
+    def _slots_of_sums(self, rows: Tuple[Tuple[Optional[torch.Tensor], ...], ...]) -> List[Any]:
+        flat = self._flat(self.device)
+        self.core.reduce(rows, flat)
+        return list(self._slots(flat))
+
+
+def _is_sparse(gradient: torch.Tensor) -> bool:
+    return gradient.layout != torch.strided
+
+
+def _resolved(gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    """Lazily conjugated or negated gradients carried out: the core sees memory only."""
+    if gradient is None:
+        return None
+    if gradient.is_conj() or gradient.is_neg():
+        return gradient.resolve_conj().resolve_neg()
+    return gradient
+
+
+def _sum_in_order(gradients: Sequence[Optional[torch.Tensor]]) -> torch.Tensor:
+    """Where a sparse gradient takes part: sparse + sparse stays sparse (coalesced, so that the
+    order of the sum is fixed), sparse + dense is dense."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    total = present[0]
+    for gradient in present[1:]:
+        if total.layout == torch.strided:
+            total = total + gradient
+        else:
+            total = gradient + total
+    return total.coalesce() if total.layout == torch.sparse_coo else total
+
+
+def make_buckets(
+    tensors: Sequence[torch.Tensor],
+    parameter_count: int,
+    devices: Sequence[torch.device],
+    limit_bytes: int,
+    unused_grad: str,
+) -> List[Bucket]:
+    """Buckets of at most `limit_bytes` (one larger tensor makes its own), each of one dtype and one
+    requires_grad, in the order of their first tensors. The first `parameter_count` tensors are
+    parameters."""
+    open_buckets: dict = {}
+    groups: List[List[int]] = []
+    for place, tensor in enumerate(tensors):
+        key = (tensor.dtype, tensor.requires_grad)
+        size_bytes = tensor.numel() * tensor.element_size()
+        group, filled = open_buckets.get(key, (None, 0))
+        if group is None or filled + size_bytes > limit_bytes:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(place)
+        open_buckets[key] = (group, filled + size_bytes)
+    return [
+        Bucket(
+            [tensors[place] for place in group],
+            group,
+            [place < parameter_count for place in group],
+            devices,
+            unused_grad,
+        )
+        for group in groups
+    ]

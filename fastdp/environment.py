@@ -1,0 +1,36 @@
+"""The environment variables that the Python layer reads. The table of all of them, with the sentences
+that diagnostics print, is the core's (csrc/env.c, `fastdp._C.env_table`)."""
+
+from __future__ import annotations
+
+import os
+from typing import Optional
+
+UNUSED_GRADS = ("zero", "none")
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+
+
+def unused_grad(option: Optional[str]) -> str:
+    """The keyword `unused_grad`, else FASTDP_UNUSED_GRAD, else "zero"."""
+    name, value = "unused_grad", option
+    if value is None:
+        name, value = "FASTDP_UNUSED_GRAD", os.environ.get("FASTDP_UNUSED_GRAD") or "zero"
+    if value not in UNUSED_GRADS:
+        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(UNUSED_GRADS)}")
+    return value
+
+
+def bucket_bytes(option: Optional[int]) -> int:
+    """The keyword `bucket_bytes`, else FASTDP_BUCKET_BYTES, else 25 MiB."""
+    name, value = "bucket_bytes", option
+    if value is None:
+        name, value = "FASTDP_BUCKET_BYTES", os.environ.get("FASTDP_BUCKET_BYTES") or None
+        if value is None:
+            return DEFAULT_BUCKET_BYTES
+    try:
+        size = int(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {value!r}: it must be a whole number of bytes") from None
+    if size < 1:
+        raise ValueError(f"{name} is {size}: it must be at least 1 byte")
+    return size

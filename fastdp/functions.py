@@ -1,0 +1,173 @@
+"""The differentiable moves, in inverse pairs: Scatter and Gather, Broadcast and Reduce.
+
+Each is an ordinary autograd Function whose backward is its partner, so each is differentiable as
+often as one likes. The bytes move in the core (`moves.py`, `buckets.py`). Where no gradient can flow,
+the move is made without a node.
+
+Broadcast has one more output than tensors, the token: an empty tensor that every Gather of the same
+forward takes and answers with None. The engine thus visits the node of a bucket none of whose
+parameters were used, which gives them the zeros that nn.DataParallel gives.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Optional, Sequence, Tuple
+
+import torch
+from torch.autograd import Function
+
+from . import _torch_compat, moves
+from .arrays import TORCH
+from .buckets import Bucket
+
+Tensors = Tuple[torch.Tensor, ...]
+Gradients = Tuple[Optional[torch.Tensor], ...]
+
+
+def _needs_node(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a gradient or a tangent has to be carried: a tangent would be dropped silently."""
+    if _torch_compat.forward_mode_active():
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def scatter_tensor(tensor: torch.Tensor, devices: Sequence[torch.device], dim: int) -> Tensors:
+    """Pieces as `tensor.chunk` cuts them, each in new memory on its device; fewer than devices when
+    there are fewer rows."""
+    sizes = [piece.size(dim) for piece in tensor.detach().chunk(len(devices), dim)]
+    dim = dim % tensor.dim()
+    if _needs_node((tensor,)):
+        return Scatter.apply(tuple(devices), tuple(sizes), dim, tensor)
+    return moves.scatter(TORCH, TORCH.source(tensor, "inputs"), devices, sizes, dim)
+
+
+class Scatter(Function):
+    """Consecutive pieces of one tensor along `dim`, piece i on devices[i]."""
+
+    @staticmethod
+    def forward(ctx: Any, devices: Any, sizes: Any, dim: int, tensor: torch.Tensor) -> Tensors:
+        ctx.dim, ctx.home = dim, tensor.device
+        return moves.scatter(TORCH, TORCH.source(tensor, "inputs"), devices, sizes, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, None, None, _gathered(gradients, ctx.home, ctx.dim)
+
+
+class Gather(Function):
+    """Tensors joined along `dim` on one device, then tokens, which get no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, device: torch.device, dim: int, count: int, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.dim, ctx.token_count = dim, len(tensors) - count
+        ctx.devices = tuple(tensor.device for tensor in tensors[:count])
+        ctx.sizes = tuple(tensor.size(dim) for tensor in tensors[:count])
+        return _joined(tensors[:count], device, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            pieces = Scatter.apply(ctx.devices, ctx.sizes, ctx.dim, gradient)
+        else:
+            source = TORCH.source(gradient, "gradient")
+            pieces = moves.scatter(TORCH, source, ctx.devices, ctx.sizes, ctx.dim)
+        return (None, None, None, *pieces, *(None,) * ctx.token_count)
+
+
+def _joined(tensors: Sequence[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
+    return moves.gather(TORCH, [TORCH.source(t, "outputs") for t in tensors], dim, device)
+
+
+def _gathered(tensors: Sequence[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
+    if _needs_node(tensors):
+        return Gather.apply(device, dim, len(tensors), *tensors)
+    return _joined(tensors, device, dim)
+
+
+def gather_tensors(
+    tensors: Sequence[torch.Tensor],
+    device: torch.device,
+    dim: int,
+    tokens: Tensors,
+    path: str,
+) -> torch.Tensor:
+    """One tensor of the replicas' outputs, joined; `path` names it in errors."""
+    if dim == 0 and all(tensor.dim() == 0 for tensor in tensors):
+        warnings.warn(
+            "Was asked to gather along dimension 0, but all input tensors were scalars; will instead "
+            "unsqueeze and return a vector.",
+            stacklevel=2,
+        )
+        tensors = [tensor.view(1) for tensor in tensors]
+    _check_fit(tensors, dim, path)
+    dim = dim % tensors[0].dim()
+    if _needs_node(tensors):
+        return Gather.apply(device, dim, len(tensors), *tensors, *tokens)
+    return _joined(tensors, device, dim)
+
+
+def _check_fit(tensors: Sequence[torch.Tensor], dim: int, path: str) -> None:
+    first = tensors[0]
+    if not -first.dim() <= dim < first.dim():
+        raise RuntimeError(
+            f"{path} has shape {tuple(first.shape)} on replica 0: it cannot be gathered along "
+            f"dimension {dim}"
+        )
+    for rank, tensor in enumerate(tensors):
+        if tensor.dtype != first.dtype:
+            raise RuntimeError(
+                f"{path} has dtype {first.dtype} on replica 0 but {tensor.dtype} on replica {rank}"
+            )
+        shape, expected = list(tensor.shape), list(first.shape)
+        if len(shape) == len(expected):
+            shape[dim] = expected[dim]
+        if shape != expected:
+            raise RuntimeError(
+                f"{path} cannot be gathered along dimension {dim}: it has shape "
+                f"{tuple(first.shape)} on replica 0 ({first.device}) but {tuple(tensor.shape)} on "
+                f"replica {rank} ({tensor.device})"
+            )
+
+
+class Broadcast(Function):
+    """A bucket's tensors, once for each rank: count * ranks outputs, rank by rank, and the token.
+    With `home`, rank 0's are the inputs themselves under new names (same memory and version
+    counter, so that a graph through them raises after an in-place update)."""
+
+    @staticmethod
+    def forward(ctx: Any, bucket: Bucket, home: bool, *tensors: torch.Tensor) -> Tensors:
+        ctx.set_materialize_grads(False)
+        ctx.bucket = bucket
+        return (*bucket.copies(tensors, home), torch.empty(0, device=bucket.device))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Optional[torch.Tensor]) -> Any:
+        return (None, None, *_reduced(ctx.bucket, gradients[:-1]))
+
+
+class Reduce(Function):
+    """The sum over ranks of each tensor of a bucket, in rank order: inputs rank by rank, None where
+    there is no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bucket: Bucket, *gradients: Optional[torch.Tensor]) -> Gradients:
+        ctx.bucket = bucket
+        ctx.present = [gradient is not None for gradient in gradients]
+        return bucket.sums(gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            copies = Broadcast.apply(ctx.bucket, False, *gradients)[:-1]
+        else:
+            copies = ctx.bucket.copies(gradients, False)
+        return (None, *(copy if there else None for copy, there in zip(copies, ctx.present)))
+
+
+def _reduced(bucket: Bucket, gradients: Gradients) -> Gradients:
+    if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in gradients):
+        return Reduce.apply(bucket, *gradients)
+    return bucket.sums(gradients)

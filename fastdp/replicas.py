@@ -1,0 +1,404 @@
+"""Replicas of a module: made once, refreshed for every forward, lent out one set per call.
+
+A `ReplicaSet` holds one replica per rank. Before a forward it is refreshed (each module's attributes
+as the base has them now, its parameters and buffers this step's copies), afterwards emptied. A set of
+which user code still holds a module (checkpointing does, until backward has run) is left alone, and
+another is taken: see `_C.Replica.idle`.
+
+Modules with their own `_replicate_for_data_parallel` (scripted, fx, lazy, a user's) get new objects
+at every forward, as in nn.DataParallel.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from operator import itemgetter
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from . import _C, _torch_compat
+from .buckets import Bucket, make_buckets
+from .devices import parse_devices
+from .functions import Broadcast
+
+__all__ = ["replicate"]
+
+# Sets that user code held when their call ended; looked at again before a new one is made.
+_MAX_LENT = 8
+
+Tensors = Tuple[torch.Tensor, ...]
+
+
+class Plan:
+    """How the tensors of a module travel: buckets, and the order to put their copies back in."""
+
+    def __init__(
+        self, description: bytes, buckets: List[Bucket], parameter_count: int, ranks: int
+    ) -> None:
+        self.description = description
+        self.buckets = buckets
+        self.parameter_count = parameter_count
+        self.ranks = ranks
+        places = [place for bucket in buckets for place in bucket.places]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        self._in_order = order != list(range(len(order)))
+        self._reorder = itemgetter(*order) if len(order) > 1 else tuple
+
+    def copies(
+        self, tensors: Tensors, differentiable: bool
+    ) -> Tuple[List[Tuple[Tensors, Tensors]], Tensors]:
+        """(parameters, buffers) of each rank, and the tokens of the broadcasts."""
+        rows: List[List[torch.Tensor]] = [[] for _ in range(self.ranks)]
+        tokens = []
+        for bucket in self.buckets:
+            chosen = [tensors[place] for place in bucket.places]
+            if differentiable and bucket.requires_grad or _torch_compat.forward_mode_active():
+                copies = Broadcast.apply(bucket, True, *chosen)
+                tokens.append(copies[-1])
+                _torch_compat.run_early(copies[-1].grad_fn)
+            else:
+                copies = bucket.copies(chosen, True)
+            for rank, row in enumerate(rows):
+                row.extend(copies[rank * bucket.count : (rank + 1) * bucket.count])
+        ordered = [self._reorder(row) if self._in_order else tuple(row) for row in rows]
+        cut = self.parameter_count
+        keeps_none = any(bucket.keeps_none for bucket in self.buckets)
+        return [(row[:cut], row[cut:]) for row in ordered], () if keeps_none else tuple(tokens)
+
+
+class ReplicaSet:
+    """One replica per rank of one tree, grown as more ranks are used."""
+
+    def __init__(self, tree: Any, base: Tuple[nn.Module, ...]) -> None:
+        self.tree = tree
+        self._base = base
+        self._repairs = [
+            (m, repair) for m, module in enumerate(base) for repair in _repairs_of(module)
+        ]
+        self._replicas: List[Any] = []
+
+    def refresh(self, rows: Sequence[Tuple[Tensors, Tensors]]) -> List[nn.Module]:
+        """Fills the first len(rows) replicas and gives their root modules."""
+        while len(self._replicas) < len(rows):
+            modules = tuple(_blank_replica(module) for module in self._base)
+            self._replicas.append(_C.Replica(self.tree, modules))
+        used = self._replicas[: len(rows)]
+        for replica, (parameters, buffers) in zip(used, rows):
+            replica.refresh(parameters, buffers)
+            for m, repair in self._repairs:
+                repair(replica.modules[m])
+        for replica in self._replicas:
+            replica.settle()
+        return [replica.modules[0] for replica in used]
+
+    def empty_if_idle(self) -> bool:
+        """Drops copies and whatever the forward left behind; False if somebody holds a module."""
+        if not all(replica.idle() for replica in self._replicas):
+            return False
+        for replica in self._replicas:
+            replica.empty()
+        return True
+
+
+def _blank_replica(module: nn.Module) -> nn.Module:
+    replica = type(module).__new__(type(module))
+    # Past __setattr__, which a class may have made its own; the rest is filled in by refresh.
+    replica.__dict__.update(_parameters={}, _buffers={}, _modules={})
+    return replica
+
+
+def _repairs_of(module: nn.Module) -> List[Any]:
+    """What a refresh cannot know: attributes that point into the module itself."""
+    repairs = []
+    if isinstance(module, nn.RNNBase):
+        repairs.append(_point_flat_weights)
+    if "_compiled_call_impl" in module.__dict__:
+        repairs.append(_forget_compiled_call)
+    if "_orig_mod" in module._modules and hasattr(type(module), "_initialize"):
+        repairs.append(_call_original)
+    return repairs
+
+
+def _point_flat_weights(replica: nn.Module) -> None:
+    """An RNN's list of its own weights."""
+    attributes = replica.__dict__
+    names = list(attributes["_flat_weights_names"])
+    weights = [getattr(replica, name, None) for name in names]
+    attributes["_flat_weights_names"] = names
+    attributes["_flat_weights"] = weights
+    attributes["_flat_weight_refs"] = [w if w is None else weakref.ref(w) for w in weights]
+
+
+def _forget_compiled_call(replica: nn.Module) -> None:
+    """`module.compile()` bound the compiled call to the base: a replica runs uncompiled."""
+    if replica.__dict__.get("_compiled_call_impl") is not None:
+        replica.__dict__["_compiled_call_impl"] = None
+
+
+def _call_original(replica: nn.Module) -> None:
+    """`torch.compile(module)` bound its forward to the base: a replica runs uncompiled."""
+    replica.__dict__["forward"] = replica.__dict__["_modules"]["_orig_mod"].__call__
+
+
+def _replicates_itself(module: nn.Module) -> bool:
+    own = type(module)._replicate_for_data_parallel
+    ordinary = (nn.Module._replicate_for_data_parallel, nn.RNNBase._replicate_for_data_parallel)
+    return own not in ordinary
+
+
+class _WalkedTree:
+    """`_C.Tree` for modules that are more than an attribute dictionary (scripted ones): walked in
+    Python, through torch's own iterators."""
+
+    def __init__(self, base: Tuple[nn.Module, ...]) -> None:
+        self._base = base
+        self._types = [type(module) for module in base]
+
+    def collect(self) -> Optional[Tuple[Tensors, Tensors]]:
+        found = tuple(self._base[0].modules())
+        if len(found) != len(self._base) or any(
+            new is not old or type(new) is not kind
+            for new, old, kind in zip(found, self._base, self._types)
+        ):
+            return None
+        return tuple(self._base[0].parameters()), tuple(self._base[0].buffers())
+
+    def release(self) -> None:
+        """Nothing is kept."""
+
+
+class Lease:
+    """Replicas lent to one call, with the tokens that its gather hands on."""
+
+    __slots__ = ("replicas", "tokens")
+
+    def __init__(self, replicas: Optional[ReplicaSet], tokens: Tensors) -> None:
+        self.replicas = replicas
+        self.tokens = tokens
+
+
+class Replicator:
+    """The replicas of one module on one list of devices, and their plans.
+
+    Several threads may use one: a lock covers taking a set and making its copies, never a forward.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        bucket_bytes: int,
+        unused_grad: str,
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._devices = tuple(devices)
+        self._bucket_bytes = bucket_bytes
+        self._unused_grad = unused_grad
+        self._lock = threading.RLock()
+        self._tree: Optional[Any] = None
+        self._base: Tuple[nn.Module, ...] = ()
+        self._fresh = False
+        self._plans: Dict[Tuple[int, bool], Plan] = {}
+        self._idle: List[ReplicaSet] = []
+        self._lent: List[ReplicaSet] = []
+        _all_replicators.add(self)
+
+    def take(self, ranks: int, detach: bool) -> Tuple[List[nn.Module], Lease]:
+        """The first `ranks` replicas, with copies of the tensors as they are now."""
+        with self._lock:
+            parameters, buffers = self._collect()
+            tensors = parameters + buffers
+            differentiable = not detach and torch.is_grad_enabled()
+            plan = self._plan(tensors, len(parameters), ranks, differentiable)
+            with torch.set_grad_enabled(differentiable):
+                rows, tokens = plan.copies(tensors, differentiable)
+            if self._fresh:
+                roots = _fresh_replicas(self._base, parameters, buffers, rows)
+                chosen = None
+            else:
+                chosen = self._take_set()
+                roots = chosen.refresh(rows)
+            self._tree.release()
+            return roots, Lease(chosen, tokens)
+
+    def give_back(self, lease: Lease) -> None:
+        replicas, lease.replicas = lease.replicas, None
+        if replicas is None:
+            return
+        with self._lock:
+            if replicas.tree is not self._tree:
+                return
+            if replicas.empty_if_idle():
+                self._idle.append(replicas)
+            else:
+                self._lent.append(replicas)
+                del self._lent[:-_MAX_LENT]
+
+    def _collect(self) -> Tuple[Tensors, Tensors]:
+        found = None if self._tree is None else self._tree.collect()
+        if found is None:
+            self._rebuild()
+            found = self._tree.collect()
+        return found
+
+    def _rebuild(self) -> None:
+        """The module tree is new, or not what it was: forget all that was made of the old one."""
+        module = self._module()
+        _check_scripted(module)
+        self._base = tuple(module.modules())
+        self._fresh = any(_replicates_itself(each) for each in self._base)
+        self._tree = _WalkedTree(self._base) if self._fresh else _C.Tree(self._base)
+        self._plans, self._idle, self._lent = {}, [], []
+
+    def _plan(
+        self, tensors: Tensors, parameter_count: int, ranks: int, differentiable: bool
+    ) -> Plan:
+        description = _described(tensors, self._base, self._devices[0])
+        plan = self._plans.get((ranks, differentiable))
+        if plan is None or plan.description != description:
+            check_home(tensors, self._devices[0])
+            buckets = make_buckets(
+                tensors,
+                parameter_count,
+                self._devices[:ranks],
+                self._bucket_bytes,
+                self._unused_grad,
+            )
+            plan = Plan(description, buckets, parameter_count, ranks)
+            self._plans[ranks, differentiable] = plan
+        return plan
+
+    def _take_set(self) -> ReplicaSet:
+        if self._idle:
+            return self._idle.pop()
+        for replicas in self._lent:
+            if replicas.empty_if_idle():
+                self._lent.remove(replicas)
+                return replicas
+        return ReplicaSet(self._tree, self._base)
+
+    def forget(self) -> None:
+        """In a forked child: another thread of the parent may have held the lock."""
+        self._lock = threading.RLock()
+
+
+_all_replicators: "weakref.WeakSet[Replicator]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for replicator in list(_all_replicators):
+        replicator.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def check_home(tensors: Iterable[torch.Tensor], home: torch.device) -> None:
+    for tensor in tensors:
+        if tensor.device != home:
+            raise RuntimeError(
+                "module must have its parameters and buffers "
+                f"on device {home} (device_ids[0]) but found one of "
+                f"them on device: {tensor.device}"
+            )
+
+
+def _described(
+    tensors: Tensors, base: Tuple[nn.Module, ...], home: torch.device
+) -> bytes:
+    try:
+        return _C.describe(tensors)
+    except Exception:
+        check_home(tensors, home)
+        # A lazy module that has not run yet says so itself, in torch's words.
+        for module in base:
+            if _replicates_itself(module):
+                module._replicate_for_data_parallel()
+        raise
+
+
+def _check_scripted(module: nn.Module) -> None:
+    scripted = torch.jit.ScriptModule
+    for each in module.modules():
+        if isinstance(each, scripted):
+            if not all(isinstance(below, scripted) for below in each.modules()):
+                raise RuntimeError(
+                    "Cannot replicate network where python modules are children of ScriptModule"
+                )
+
+
+def _fresh_replicas(
+    base: Tuple[nn.Module, ...],
+    parameters: Tensors,
+    buffers: Tensors,
+    rows: Sequence[Tuple[Tensors, Tensors]],
+) -> List[nn.Module]:
+    """New replica modules, each made by its module's own `_replicate_for_data_parallel`."""
+    roots = []
+    for parameter_copies, buffer_copies in rows:
+        copy_of = {id(t): copy for t, copy in zip(parameters, parameter_copies)}
+        copy_of.update((id(t), copy) for t, copy in zip(buffers, buffer_copies))
+        replica_of = {id(module): module._replicate_for_data_parallel() for module in base}
+        for module in base:
+            _fill_fresh(module, replica_of[id(module)], replica_of, copy_of)
+        roots.append(replica_of[id(base[0])])
+    return roots
+
+
+def _fill_fresh(
+    module: nn.Module,
+    replica: nn.Module,
+    replica_of: Dict[int, nn.Module],
+    copy_of: Dict[int, torch.Tensor],
+) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        # Its dictionaries are views of C++ state: attributes are the only way in.
+        for name, child in module._modules.items():
+            setattr(replica, name, None if child is None else replica_of[id(child)])
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                setattr(replica, name, None if tensor is None else copy_of[id(tensor)])
+        return
+    attributes = replica.__dict__
+    attributes["_modules"] = {
+        name: None if child is None else replica_of[id(child)]
+        for name, child in module._modules.items()
+    }
+    for kind in ("_parameters", "_buffers"):
+        attributes[kind] = {
+            name: None if tensor is None else copy_of[id(tensor)]
+            for name, tensor in getattr(module, kind).items()
+        }
+    attributes["_is_replica"] = True
+    attributes["_former_parameters"] = attributes["_parameters"]
+    for repair in _repairs_of(module):
+        repair(replica)
+
+
+def replicate(network: nn.Module, devices: Sequence[Any], detach: bool = False) -> List[nn.Module]:
+    """Replicas of a module, one per device, new at every call.
+
+    Args:
+        network: the module; its parameters and buffers lie on devices[0].
+        devices: int, str or torch.device each; "cpu" is a replica on the host; any may repeat.
+        detach: True gives copies without autograd.
+
+    Returns:
+        A list of modules of the same types. Their parameters are `nn.Parameter`s with a `grad_fn`:
+        what is done with them gives gradients to the network's own. Replica 0 shares memory with
+        the network, so its in-place buffer updates are the network's.
+
+    Raises:
+        RuntimeError: lazy modules that have not run yet; Python modules below a ScriptModule.
+    """
+    from .environment import bucket_bytes
+
+    if not devices:
+        return []
+    found = parse_devices(devices, "devices")
+    replicator = Replicator(network, found, bucket_bytes(None), "zero")
+    return replicator.take(len(found), detach)[0]

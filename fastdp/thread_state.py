@@ -1,0 +1,68 @@
+"""What a worker thread takes over from the thread that called the wrapper.
+
+Carried: grad mode, inference mode, autocast (enabled and dtype of each device type, cache), the
+default device, and on CUDA the current stream of the replica's device. Process-wide in torch, so in
+no need of carrying: default dtype, anomaly mode, deterministic mode, matmul precision, the seed.
+Not carried: saved-tensor hooks and torch's function and dispatch modes, which reach replica 0 alone
+(it runs on the caller's thread); the order in which saved tensors are unpacked makes hooks unsafe to
+share with checkpointing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator, Tuple
+
+import torch
+
+from . import _torch_compat
+
+
+def _autocast_types() -> Tuple[str, ...]:
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+class ThreadState:
+    """A snapshot of the calling thread, to be entered on another."""
+
+    __slots__ = ("grad", "inference", "autocast", "cache", "default_device")
+
+    def __init__(self) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in _autocast_types()
+        ]
+        self.cache = torch.is_autocast_cache_enabled()
+        self.default_device = _torch_compat.default_device()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Sets the state on this thread. Autocast is set by the raw setters: leaving a thread's
+        outermost `torch.autocast` would clear the cast cache of the whole process."""
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.cache)
+        with torch.inference_mode(self.inference):
+            # Inside: leaving or entering inference mode changes grad mode.
+            torch.set_grad_enabled(self.grad)
+            with _torch_compat.use_default_device(self.default_device):
+                yield
+
+
+def prepare_worker() -> None:
+    """Once per worker thread: a forward that leaves its own outermost `torch.autocast` there must not
+    clear the cast cache that the caller is still using."""
+    torch.autocast_increment_nesting()
+
+
+class restored_grad_mode:
+    """Replica 0 runs on the caller's thread: a grad mode that its forward sets must not leak out."""
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.set_grad_enabled(self._grad)

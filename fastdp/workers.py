@@ -1,0 +1,210 @@
+"""Threads that run replicas: kept from one forward to the next, one for each replica but the first.
+
+A `Team` is a set of such threads that serves one call at a time. `Teams` lends them out, so that a
+call inside a call, or two threads that use one wrapper, never wait for each other, and replica i of
+one wrapper stays on one thread (cuDNN keeps its plans per thread). No lock is held while a replica
+runs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+import weakref
+from typing import Any, Callable, List, Optional, Sequence
+
+from . import _C
+from .thread_state import ThreadState, prepare_worker, restored_grad_mode
+
+
+class Job:
+    """One replica's forward: what to run, where, and afterwards its result or error. It belongs to
+    one call; a caller that is interrupted leaves it behind, and nobody waits for it any more."""
+
+    __slots__ = ("run", "rank", "device", "state", "result", "error", "done")
+
+    def __init__(
+        self, run: Callable[[], Any], rank: int, device: Any, state: Optional[ThreadState]
+    ) -> None:
+        self.run: Optional[Callable[[], Any]] = run
+        self.rank = rank
+        self.device = device
+        self.state = state
+        self.result: Any = None
+        self.error: Optional[BaseException] = None
+        self.done = _C.Handoff()
+
+    def execute_here(self) -> None:
+        """On the caller's own thread. KeyboardInterrupt goes through at once."""
+        try:
+            with restored_grad_mode():
+                self.result = self.run()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self.error = replica_error(error, self.rank, self.device)
+        finally:
+            self.run = None
+
+    def execute_on_worker(self) -> None:
+        try:
+            with self.state.entered():
+                self.result = self.run()
+        except BaseException as error:  # SystemExit too: the caller is to hear of it
+            self.error = replica_error(error, self.rank, self.device)
+        finally:
+            self.run = None
+            self.done.put(True)
+
+    def wait(self) -> None:
+        self.done.take(-1.0)
+
+
+class _Text(str):
+    """A KeyError shows the repr of its argument; this one's repr is the text itself."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def replica_error(error: BaseException, rank: int, device: Any) -> BaseException:
+    """The error that the caller is to see: of the same type, with the replica, its device and the
+    original traceback in its text, and the original as `__cause__`. The original's frames are let
+    go: they hold the replica's activations."""
+    kind = type(error)
+    text = (
+        f"Caught {kind.__name__} in replica {rank} on device {device}.\n"
+        f"Original {''.join(traceback.format_exception(kind, error, error.__traceback__))}"
+    )
+    message = _Text(text) if issubclass(kind, KeyError) else text
+    try:
+        raised = kind(message)
+        if type(raised) is not kind or text not in str(raised):
+            raise TypeError
+    except Exception:
+        raised = _without_constructor(error, kind, text)
+    _forget_frames(error)
+    raised.__cause__ = error
+    return raised
+
+
+def _without_constructor(error: BaseException, kind: type, text: str) -> BaseException:
+    """A class whose constructor wants something else: same type and attributes, args = (text,)."""
+    try:
+        raised = kind.__new__(kind)
+        raised.__dict__.update(getattr(error, "__dict__", {}))
+        raised.args = (text,)
+        return raised
+    except Exception:
+        return RuntimeError(text)
+
+
+def _forget_frames(error: Optional[BaseException]) -> None:
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+class Team:
+    """Threads for the replicas 1, 2, ... of one call at a time."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._inboxes: List[_C.Handoff] = []
+
+    def grow(self, size: int) -> None:
+        while len(self._inboxes) < size:
+            inbox = _C.Handoff()
+            name = f"fastdp-replica-{len(self._inboxes) + 1}"
+            thread = threading.Thread(target=_serve, args=(inbox,), name=name, daemon=True)
+            thread.start()
+            self._inboxes.append(inbox)
+
+    def start(self, index: int, job: Job) -> None:
+        self._inboxes[index].put(job)
+
+    def dismiss(self) -> None:
+        """The threads end once they have finished what they do now."""
+        for inbox in self._inboxes:
+            inbox.close()
+
+    __del__ = dismiss
+
+
+def _serve(inbox: Any) -> None:
+    prepare_worker()
+    while True:
+        try:
+            job = inbox.take(-1.0)
+        except _C.AbortedError:
+            return
+        job.execute_on_worker()
+        del job
+
+
+class Teams:
+    """Idle teams, lent out one per call."""
+
+    def __init__(self) -> None:
+        self._idle: List[Team] = []
+        _all_teams.add(self)
+
+    def take(self, size: int) -> Team:
+        try:
+            team = self._idle.pop()
+        except IndexError:
+            team = Team()
+        team.grow(size)
+        return team
+
+    def give_back(self, team: Team) -> None:
+        if team.pid == os.getpid():
+            self._idle.append(team)
+
+    def forget(self) -> None:
+        """In a forked child: the threads exist in the parent only."""
+        self._idle = []
+
+
+_all_teams: "weakref.WeakSet[Teams]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for teams in list(_all_teams):
+        teams.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def run_jobs(teams: Teams, runs: Sequence[Callable[[], Any]], devices: Sequence[Any]) -> List[Any]:
+    """Runs each on a thread of its own, the first on this one, and gives their results. All finish
+    before the first error, by rank, is raised."""
+    state = ThreadState() if len(runs) > 1 else None
+    jobs = [Job(run, i, device, state) for i, (run, device) in enumerate(zip(runs, devices))]
+    del runs
+    team = teams.take(len(jobs) - 1) if len(jobs) > 1 else None
+    try:
+        for i, job in enumerate(jobs[1:]):
+            team.start(i, job)
+        jobs[0].execute_here()
+        for job in jobs[1:]:
+            job.wait()
+    except BaseException:
+        # Interrupted: whoever still runs finishes on its own, and its thread then ends.
+        if team is not None:
+            team.dismiss()
+        raise
+    if team is not None:
+        teams.give_back(team)
+    error = next((job.error for job in jobs if job.error is not None), None)
+    if error is not None:
+        del jobs
+        try:
+            raise error
+        finally:
+            del error  # a frame that names its own exception is a cycle
+    return [job.result for job in jobs]

@@ -1,0 +1,291 @@
+"""`DataParallel`: torch's class with the price taken off. The four steps of a forward (scatter,
+replicate, parallel_apply, gather) are methods, as there, and a subclass may override any of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from itertools import chain
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from . import _torch_compat, environment, trees
+from .apply import apply_modules
+from .devices import parse_device, parse_devices
+from .replicas import Lease, Replicator, check_home, replicate
+from .workers import Teams
+
+__all__ = ["DataParallel", "data_parallel"]
+
+# Leases of forwards that were written by hand and never gathered; older ones are given back.
+_MAX_OPEN_LEASES = 8
+
+
+class _Runtime:
+    """What a wrapper has besides torch's attributes: threads, replicas and leases. It is made at the
+    first forward, is in no copy or pickle of the wrapper, and knows nothing of it."""
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device], options: Any) -> None:
+        self.devices = tuple(devices)
+        self.options = options
+        self.teams = Teams()
+        self.replicator = Replicator(module, devices, *options)
+        self._module = weakref.ref(module)
+        self._open = threading.local()
+
+    def serves(self, module: nn.Module, devices: Sequence[torch.device], options: Any) -> bool:
+        return (
+            self._module() is module
+            and self.devices[: len(devices)] == tuple(devices)
+            and self.options == options
+        )
+
+    def leases(self) -> List[Lease]:
+        """This thread's open leases: a forward inside a forward has its own on top."""
+        if not hasattr(self._open, "leases"):
+            self._open.leases = []
+        return self._open.leases
+
+    def replicas(self, ranks: int) -> List[nn.Module]:
+        roots, lease = self.replicator.take(ranks, not torch.is_grad_enabled())
+        leases = self.leases()
+        leases.append(lease)
+        if len(leases) > _MAX_OPEN_LEASES:
+            self.replicator.give_back(leases.pop(0))
+        return roots
+
+    def tokens(self) -> Tuple[torch.Tensor, ...]:
+        """Ends the newest lease and gives its tokens."""
+        leases = self.leases()
+        if not leases:
+            return ()
+        lease = leases.pop()
+        self.replicator.give_back(lease)
+        return lease.tokens
+
+    def close_above(self, depth: int) -> None:
+        """Ends the leases that a forward left open, by an error or an override of gather."""
+        leases = self.leases()
+        while len(leases) > depth:
+            self.replicator.give_back(leases.pop())
+
+
+class DataParallel(nn.DataParallel):
+    """Data parallelism in one process: `torch.nn.DataParallel` without its price.
+
+    Cuts the inputs along `dim`, runs one replica of the module on each device, and joins the outputs.
+    Gradients are summed into the module's own parameters, in rank order. Code written for
+    nn.DataParallel runs unchanged; what differs is in the README.
+
+    Args:
+        module: the module. Its parameters and buffers must lie on device_ids[0].
+        device_ids: one entry per replica: int (a CUDA index), str or torch.device. Any may repeat:
+            [0, 0] is two replicas on one GPU, ["cpu", "cpu"] two on the host, each in a thread. None
+            means all GPUs; without a GPU the module is then called directly, as in torch.
+        output_device: where outputs are joined; -1 or "cpu" is the host. Default: device_ids[0].
+        dim: dimension along which inputs are cut and outputs joined.
+        unused_grad: what `.grad` becomes for a parameter that took part in nothing: "zero", as in
+            nn.DataParallel, or "none", as without a wrapper. Default: FASTDP_UNUSED_GRAD, else
+            "zero".
+        bucket_bytes: parameters travel in buckets of at most this many bytes. Default:
+            FASTDP_BUCKET_BYTES, else 25 MiB.
+
+    Shapes: tensors of shape (N, ...) are cut into pieces as `torch.chunk(n, dim)` cuts them; outputs
+    are joined along `dim`; 0-dim outputs become a vector with one entry per replica.
+
+    Raises:
+        ValueError: unknown devices or options, a module that spans devices.
+        RuntimeError: at a forward, when parameters or buffers are not on device_ids[0].
+
+    An error in a replica is raised after all have finished, with its own type, the replica and its
+    device in the text, and the original as `__cause__`; the wrapper stays usable.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Optional[Sequence[Any]] = None,
+        output_device: Any = None,
+        dim: int = 0,
+        *,
+        unused_grad: Optional[str] = None,
+        bucket_bytes: Optional[int] = None,
+    ) -> None:
+        # Not nn.DataParallel.__init__: without a GPU it knows no device at all.
+        nn.Module.__init__(self)
+        _torch_compat.log_use("fastdp.DataParallel")
+        self.module = module
+        self.dim = dim
+        self.unused_grad = environment.unused_grad(unused_grad)
+        self.bucket_bytes = environment.bucket_bytes(bucket_bytes)
+        devices = _choose_devices(device_ids)
+        if not devices:
+            self.device_ids = []
+            return
+        self.device_ids = [_public(device) for device in devices]
+        output = devices[0] if output_device is None else parse_device(output_device, "output_device")
+        self.output_device = _public(output)
+        self.src_device_obj = devices[0]
+        _check_one_device(module)
+        if devices[0].type == "cuda":
+            _torch_compat.check_balance([device.index for device in devices])
+        if len(devices) == 1:
+            self.module.to(self.src_device_obj)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with torch.autograd.profiler.record_function("DataParallel.forward"):
+            if not self.device_ids or self.__dict__.get("_is_replica"):
+                # As a part of a replica of something else, this wrapper's work is done already.
+                return self.module(*inputs, **kwargs)
+            rows, named = self.scatter(inputs, kwargs, self.device_ids)
+            if not rows and not named:
+                # A forward without arguments runs once, on the first device.
+                rows, named = ((),), ({},)
+            if len(self.device_ids) == 1:
+                check_home(_tensors_of(self.module), self.src_device_obj)
+                return self.module(*rows[0], **named[0])
+            runtime = self._runtime()
+            depth = len(runtime.leases())
+            try:
+                outputs = self._apply(rows, named)
+                return self.gather(outputs, self.output_device)
+            finally:
+                runtime.close_above(depth)
+
+    def _apply(self, rows: Sequence[Any], named: Sequence[Any]) -> List[Any]:
+        """In a frame of its own: none but user code holds a replica once it returns."""
+        replicas = self.replicate(self.module, self.device_ids[: len(rows)])
+        return self.parallel_apply(replicas, rows, named)
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> List[nn.Module]:
+        """The replicas of this forward, one per device, filled with copies of the module's tensors as
+        they are now. For the wrapped module on the wrapper's own devices they are kept and
+        refreshed; for anything else they are new."""
+        devices = parse_devices(device_ids, "device_ids")
+        runtime = self._runtime()
+        if runtime.serves(module, devices, self._options()):
+            return runtime.replicas(len(devices))
+        return replicate(module, device_ids, not torch.is_grad_enabled())
+
+    def scatter(
+        self, inputs: Tuple[Any, ...], kwargs: Optional[Dict[str, Any]], device_ids: Sequence[Any]
+    ) -> Tuple[Tuple[Any, ...], Tuple[Dict[str, Any], ...]]:
+        """One tuple of arguments and one dictionary of keyword arguments per used replica."""
+        return trees.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def parallel_apply(
+        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
+    ) -> List[Any]:
+        """Each replica's output, run on the wrapper's own threads."""
+        devices = parse_devices(self.device_ids[: len(replicas)], "device_ids")
+        return apply_modules(self._runtime().teams, replicas, inputs, kwargs, devices)
+
+    def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
+        """The replicas' outputs joined on one device."""
+        device = parse_device(output_device, "output_device")
+        return trees.gather_tree(list(outputs), device, self.dim, self._runtime().tokens())
+
+    def _options(self) -> Tuple[int, str]:
+        return self.bucket_bytes, self.unused_grad
+
+    def _runtime(self) -> _Runtime:
+        runtime = self.__dict__.get("_fastdp_runtime")
+        devices = parse_devices(self.device_ids, "device_ids")
+        if runtime is None or not runtime.serves(self.module, devices, self._options()):
+            runtime = _Runtime(self.module, devices, self._options())
+            self.__dict__["_fastdp_runtime"] = runtime
+        return runtime
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """Threads, streams and replicas stay out of copies and files."""
+        state = self.__dict__.copy()
+        state.pop("_fastdp_runtime", None)
+        return state
+
+
+def _choose_devices(device_ids: Optional[Sequence[Any]]) -> Tuple[torch.device, ...]:
+    """The devices of a wrapper; none means: call the module directly."""
+    if not torch.cuda.is_available() and (device_ids is None or not _names_host(device_ids)):
+        return ()
+    if device_ids is None:
+        device_ids = list(range(torch.cuda.device_count()))
+    return parse_devices(device_ids, "device_ids")
+
+
+def _names_host(device_ids: Sequence[Any]) -> bool:
+    return any(
+        getattr(device, "type", device) == "cpu" or device == "cpu:0" for device in device_ids
+    )
+
+
+def _public(device: torch.device) -> Any:
+    """As nn.DataParallel shows it: an index. The host has none."""
+    return device if device.type == "cpu" else device.index
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+def _check_one_device(module: nn.Module) -> None:
+    found = {tensor.device for tensor in _tensors_of(module)}
+    if len(found) > 1:
+        raise ValueError(
+            f"module spans the devices {', '.join(sorted(map(str, found)))}: its parameters and "
+            "buffers must lie on one device, device_ids[0]"
+        )
+
+
+_runtimes: "weakref.WeakKeyDictionary[nn.Module, _Runtime]" = weakref.WeakKeyDictionary()
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Optional[Sequence[Any]] = None,
+    output_device: Any = None,
+    dim: int = 0,
+    module_kwargs: Optional[Dict[str, Any]] = None,
+) -> Any:
+    """`module(*inputs, **module_kwargs)` on replicas, without a wrapper object.
+
+    Args:
+        module: its parameters and buffers lie on device_ids[0].
+        inputs: a tuple of arguments, one argument, or None for none.
+        device_ids, output_device, dim: as for `DataParallel`.
+        module_kwargs: keyword arguments.
+
+    Returns:
+        What `DataParallel(module, ...)` would return. Replicas are kept for the module's next call
+        with the same devices, for as long as the module lives.
+
+    Raises:
+        RuntimeError: no devices; parameters or buffers that are not on device_ids[0].
+    """
+    if not isinstance(inputs, tuple):
+        inputs = (inputs,) if inputs is not None else ()
+    devices = _choose_devices(device_ids)
+    if not devices:
+        raise RuntimeError("no available devices were found: device_ids=['cpu', ...] uses the host")
+    output = devices[0] if output_device is None else parse_device(output_device, "output_device")
+    rows, named = trees.scatter_kwargs(inputs, module_kwargs, devices, dim)
+    if not rows and not named:
+        rows, named = ((),), ({},)
+    if len(devices) == 1:
+        check_home(_tensors_of(module), devices[0])
+        return module(*rows[0], **named[0])
+    options = environment.bucket_bytes(None), environment.unused_grad(None)
+    runtime = _runtimes.get(module)
+    if runtime is None or not runtime.serves(module, devices, options):
+        runtime = _runtimes[module] = _Runtime(module, devices, options)
+    depth = len(runtime.leases())
+    try:
+        outputs = apply_modules(
+            runtime.teams, runtime.replicas(len(rows)), rows, named, devices[: len(rows)]
+        )
+        return trees.gather_tree(outputs, output, dim, runtime.tokens())
+    finally:
+        runtime.close_above(depth)
