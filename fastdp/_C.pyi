@@ -2,10 +2,14 @@
 
 `Producer` is anything that can be borrowed: a tensor whose type carries the DLPack exchange table, an
 object with `__dlpack__`, or a NumPy array. Nothing is kept after a call returns unless it says so.
+Refused, with an error that names the argument ("targets[1]: ..."): what is no tensor, and tensors
+without strided memory of their own (sparse, nested, quantized, meta, MKLDNN, uninitialized, subclasses
+with their own `__torch_dispatch__`) as TypeError; read-only ones where they would be written, a set
+conjugate or negative bit, as ValueError. `requires_grad` is no hindrance.
 """
 
 import builtins
-from typing import Any, Optional, Sequence, Tuple, TypedDict
+from typing import Any, Optional, Tuple, TypedDict
 
 Producer = Any
 
@@ -41,24 +45,31 @@ def env_table() -> Tuple[Tuple[str, str, str, str], ...]:
 
 def counters() -> dict[str, Counters]: ...
 def reset_counters() -> None: ...
-def arm_fault(point: str, nth_call: int) -> None:
+def arm_fault(point: str, nth_call: int, /) -> None:
     """Tests: the n-th call from now of `point` fails with FaultInjected; 0 disarms."""
 
 def _use_exchange_table(use: bool, /) -> bool:
     """Tests: whether exchange tables are looked for on types. Gives the former setting."""
 
-# Verbs on whole tensors. Targets are written; they are contiguous or strided, never overlapping.
-def scatter(source: Producer, targets: Tuple[Producer, ...], dim: int) -> None: ...
-def gather(sources: Tuple[Producer, ...], target: Producer, dim: int) -> None: ...
-def broadcast(source: Producer, targets: Tuple[Producer, ...]) -> None: ...
-def reduce(sources: Tuple[Producer, ...], target: Producer) -> None: ...
+# Verbs on whole tensors. Targets are written; they are contiguous or strided, never overlapping. The
+# first verb opens the core and connects its log to `logging` (logger "fastdp").
+def scatter(source: Producer, targets: Tuple[Producer, ...], dim: int, /) -> None: ...
+def gather(sources: Tuple[Producer, ...], target: Producer, dim: int, /) -> None: ...
+def broadcast(source: Producer, targets: Tuple[Producer, ...], /) -> None: ...
+def reduce(sources: Tuple[Producer, ...], target: Producer, /) -> None: ...
 
-def borrow(tensors: Tuple[Producer, ...]) -> int:
-    """Borrows each and gives the number of elements in all (benchmarks, tests)."""
+def borrow(tensors: Tuple[Producer, ...], /) -> int:
+    """Borrows each and gives the number of elements in all (benchmarks, tests). Like the methods of
+    Bucket and describe(), it asks only complex tensors for the conjugate and the negative bit."""
 
-def describe(tensors: Tuple[Producer, ...]) -> bytes:
+def describe(tensors: Tuple[Producer, ...], /) -> bytes:
     """Shape, strides, dtype, device and requires_grad of each tensor in one opaque string: equal
     strings, equal descriptions. Addresses are not in it. A tensor that cannot be borrowed raises."""
+
+def layout(
+    tensor: Producer, /
+) -> Tuple[Tuple[int, ...], Tuple[int, ...], Tuple[int, int, int], Tuple[int, int]]:
+    """(shape, strides in elements, dtype, device) by DLPack's numbers."""
 
 class Bucket:
     """The plan of a bucket (bucket.h). Immutable; any thread."""
@@ -81,22 +92,28 @@ class Bucket:
     def views(self, flat: Producer, /) -> Optional[Tuple[Any, ...]]:
         """Every slot of `flat` as a tensor of flat's type, made by the exchange table: no autograd
         view relation, a version counter each, not resizable; they keep flat's memory alive. Host
-        memory only. None when the type of `flat` carries no table that can make tensors."""
+        memory only. None when the type of `flat` carries no table that can make tensors of it."""
 
 class Array:
-    """Memory of the core's own, not initialised, as a DLPack producer: what fastdp.comm returns for producers that are
-    neither torch nor NumPy."""
-    def __init__(self, shape: Tuple[int, ...], dtype: Tuple[int, int, int], device: Tuple[int, int], /) -> None: ...
+    """Memory of the core's own, not initialised, as a DLPack producer: what fastdp.comm returns for
+    producers that are neither torch nor NumPy."""
+    def __init__(
+        self, shape: Tuple[int, ...], dtype: Tuple[int, int, int], device: Tuple[int, int], /
+    ) -> None: ...
     @property
     def shape(self) -> Tuple[int, ...]: ...
     @property
     def dtype(self) -> Tuple[int, int, int]:
         """DLPack's (code, bits, lanes)."""
-    def __dlpack__(self, *, stream: Any = ..., max_version: Any = ..., dl_device: Any = ..., copy: Any = ...) -> Any: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: Optional[int] = ...,
+        max_version: Optional[Tuple[int, int]] = ...,
+        dl_device: Optional[Tuple[int, int]] = ...,
+        copy: Optional[bool] = ...,
+    ) -> Any: ...
     def __dlpack_device__(self) -> Tuple[int, int]: ...
-
-def layout(tensor: Producer) -> Tuple[Tuple[int, ...], Tuple[int, ...], Tuple[int, int, int], Tuple[int, int]]:
-    """(shape, strides in elements, dtype, device) by DLPack's numbers."""
 
 class Handoff:
     """A slot for one object between two threads (handoff.h). The GIL is released while waiting."""
@@ -106,10 +123,29 @@ class Handoff:
     def take(self, timeout_s: float, /) -> Any:
         """Waits at most `timeout_s` seconds (negative: for ever); TimeoutError, AbortedError. On the
         main thread signals are looked at while waiting, so Ctrl-C raises KeyboardInterrupt."""
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wakes whoever waits with AbortedError; an item that is in it can still be taken."""
 
 class Tree:
-    """The modules below one base module, flattened once, and what a refresh of a replica needs to
-    know of them (py_tree.c). Not thread-safe: one call at a time per tree."""
-    def __init__(self, modules: Sequence[Any], /) -> None: ...
-    # The methods are described in py_tree.c.
+    """The modules below one base module, flattened once (py_tree.c). Not thread-safe."""
+    def __init__(self, modules: Tuple[Any, ...], /) -> None:
+        """All modules, the root first, each once."""
+    def collect(self) -> Optional[Tuple[Tuple[Any, ...], Tuple[Any, ...]]]:
+        """(parameters, buffers): the distinct tensors of the tree as they are now, in order of first
+        appearance. None when the tree is no longer the one it was made of."""
+    def release(self) -> None:
+        """Drops the tensors that collect() found, once all replicas are refreshed."""
+
+class Replica:
+    """One replica of a Tree, refreshed for every forward (py_replica.c). Not thread-safe."""
+    def __init__(self, tree: Tree, modules: Tuple[Any, ...], /) -> None: ...
+    @property
+    def modules(self) -> Tuple[Any, ...]: ...
+    def refresh(self, parameters: Tuple[Any, ...], buffers: Tuple[Any, ...], /) -> None:
+        """Makes every module as a new replica's, with these copies of what Tree.collect() found."""
+    def empty(self) -> None:
+        """Drops the copies and whatever the forward left in the modules."""
+    def settle(self) -> None:
+        """Whoever holds a module of this replica now is no user of it."""
+    def idle(self) -> bool:
+        """Nobody holds a module of this replica who did not at settle()."""
