@@ -9,6 +9,7 @@ static PyObject *bucket_new(PyTypeObject *type, PyObject *arguments, PyObject *k
   fdp_py_borrower borrower;
   fdp_py_views prototypes = {0};
   fdp_py_bucket *self = NULL;
+  int64_t item_bytes;
   fdp_status status;
 
   if (keywords != NULL && PyDict_GET_SIZE(keywords) > 0) {
@@ -29,12 +30,8 @@ static PyObject *bucket_new(PyTypeObject *type, PyObject *arguments, PyObject *k
     Py_CLEAR(self);
     goto done;
   }
-  if (prototypes.count > 0) {
-    int64_t item_bytes = (int64_t)fdp_dtype_bytes(prototypes.items[0].dtype);
-
-    self->dtype = prototypes.items[0].dtype;
-    self->size_elems = (fdp_bucket_size_bytes(self->plan) + item_bytes - 1) / item_bytes;
-  }
+  item_bytes = (int64_t)fdp_dtype_bytes(prototypes.items[0].dtype);
+  self->size_elems = (fdp_bucket_size_bytes(self->plan) + item_bytes - 1) / item_bytes;
 done:
   fdp_py_views_drop(&prototypes);
   fdp_py_borrower_close(&borrower);
@@ -118,8 +115,7 @@ static PyObject *bucket_broadcast(PyObject *object, PyObject *const *arguments, 
                  (int)sources.count, (int)fdp_bucket_count(plan));
     goto done;
   }
-  if (sources.count > 0 &&
-      fdp_py_borrow_stream(&borrower, sources.items[0].device, &home_stream) < 0)
+  if (fdp_py_borrow_stream(&borrower, sources.items[0].device, &home_stream) < 0)
     goto done;
   if (fdp_py_borrow_tuple(&borrower, arguments[1], FDP_PY_WRITE, "flats", true, &flats) < 0)
     goto done;

@@ -9,7 +9,6 @@
 typedef struct fdp_py_bucket {
   PyObject_HEAD
   fdp_bucket *plan;
-  fdp_dtype dtype;
   int64_t size_elems;
 } fdp_py_bucket;
 

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bucket_slots.h"
 #include "py_borrow.h"
 #include "py_bucket.h"
 #include "py_producer.h"
@@ -97,24 +98,6 @@ done:
   return tensors;
 }
 
-/* Checks the buffer against the plan: what the core checks before it writes. */
-static int check_flat(const fdp_py_bucket *bucket, const fdp_view *flat,
-                      const fdp_py_argument *argument) {
-  char given[48], wanted[48];
-
-  if (!fdp_dtype_equal(flat->dtype, bucket->dtype))
-    return fdp_py_refuse(PyExc_TypeError, argument, "dtype %s, must be %s",
-                         fdp_dtype_name(flat->dtype, given, sizeof given),
-                         fdp_dtype_name(bucket->dtype, wanted, sizeof wanted));
-  if (flat->ndim != 1 || !fdp_view_is_contiguous(flat))
-    return fdp_py_refuse(PyExc_ValueError, argument, "must be one-dimensional and contiguous");
-  if (fdp_view_size_bytes(flat) < fdp_bucket_size_bytes(bucket->plan))
-    return fdp_py_refuse(PyExc_ValueError, argument, "%lld bytes, must be at least %lld",
-                         (long long)fdp_view_size_bytes(flat),
-                         (long long)fdp_bucket_size_bytes(bucket->plan));
-  return 0;
-}
-
 PyObject *fdp_py_bucket_views(PyObject *self, PyObject *flat) {
   static const fdp_py_argument argument = {"flat", -1, -1};
   fdp_py_bucket *bucket = (fdp_py_bucket *)self;
@@ -124,20 +107,21 @@ PyObject *fdp_py_bucket_views(PyObject *self, PyObject *flat) {
   fdp_py_producer producer;
   fdp_py_borrower borrower;
   PyObject *result = NULL;
+  fdp_status status;
   fdp_view view;
 
   fdp_py_borrower_open(&borrower, fdp_py_state_of(self));
   if (fdp_py_borrow(&borrower, flat, FDP_PY_WRITE, &argument, &view) < 0) goto done;
-  if (check_flat(bucket, &view, &argument) < 0) goto done;
+  status = fdp_bucket_check_flat(bucket->plan, &view, "bucket views", "flat", -1);
+  if (status != FDP_OK) {
+    fdp_py_raise(borrower.state, status);
+    goto done;
+  }
   if (fdp_py_producer_find(borrower.state, Py_TYPE(flat), &producer) < 0) goto done;
   if (view.device.kind == FDP_DEVICE_CUDA || producer.table == NULL ||
       producer.table->managed_tensor_from_py_object_no_sync == NULL ||
       producer.table->managed_tensor_to_py_object_no_sync == NULL) {
     result = Py_NewRef(Py_None);
-    goto done;
-  }
-  if (count == 0) {
-    result = PyTuple_New(0);
     goto done;
   }
   if (producer.table->managed_tensor_from_py_object_no_sync(flat, &managed) != 0) goto done;
