@@ -70,7 +70,7 @@ def root_for(family: Any, destination: Any, sources: Sequence[Any]) -> torch.dev
 
 
 def chunk_sizes_for(sizes: Any, length: int, parts: int, dim: int) -> List[int]:
-    """One size for each device, or for None what `torch.chunk` cuts: ceil(length / parts) each until
+    """A size for each device, or for None what `torch.chunk` cuts: ceil(length / parts) each until
     nothing is left, so maybe fewer pieces than parts; `parts` empty ones for length 0."""
     if sizes is None:
         step = -(-length // parts)

@@ -33,8 +33,8 @@ def lengths(count, chunk=5):
 
 
 def values(shape, dtype, rank=0, device="cpu"):
-    """Different for each index (as far as the dtype can tell) and for each rank; small whole numbers,
-    so that sums of a few are exact in every dtype."""
+    """Different for each index (as far as the dtype can tell) and for each rank; small whole
+    numbers, so that sums of a few are exact in every dtype."""
     count = torch.Size(shape).numel()
     number = torch.arange(count, dtype=torch.int64) * 7 + rank * 3
     if dtype == torch.bool:

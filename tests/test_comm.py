@@ -1,5 +1,5 @@
-"""fastdp.comm on torch tensors: every verb over devices x lengths x dtypes x layouts, against torch's
-chunk, cat and sum. Equality is by bits."""
+"""fastdp.comm on torch tensors: every verb over devices, lengths, dtypes and layouts, against chunk,
+cat and sum of torch. Equality is by bits."""
 
 import doctest
 import subprocess
@@ -130,7 +130,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("kinds", [["channels"] * 3, ["rows"] * 3, ["channels", "rows", "channels"]])
+@pytest.mark.parametrize("kinds", [["channels"] * 2, ["rows"] * 2, ["channels", "rows"]], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1)])
 def test_gather_keeps_the_common_memory_format(kinds, shape):
     sources = [torch.randn(shape).contiguous(memory_format=FORMATS[kind]) for kind in kinds]
