@@ -256,10 +256,16 @@ class ModelOutput(collections.OrderedDict):
     """The shape of transformers' class: fields are attributes and, where not None, keys."""
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                super().__setitem__(field.name, value)
+        first, *others = (field.name for field in dataclasses.fields(self))
+        given = getattr(self, first)
+        if all(getattr(self, name) is None for name in others) and isinstance(given, (list, tuple)):
+            # Rebuilt from pairs, as by type(out)(pairs).
+            setattr(self, first, None)
+            for name, value in given:
+                setattr(self, name, value)
+        for name in (first, *others):
+            if getattr(self, name) is not None:
+                super().__setitem__(name, getattr(self, name))
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)

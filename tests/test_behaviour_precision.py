@@ -212,6 +212,7 @@ def test_grad_scaler_finds_inf_of_the_last_replica(impl):
 
 @row("E: torch.compile")
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:Dynamo does not know")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("order", ["DP(compile(m))", "compile(DP(m))", "m.compile()", "inner"])
 def test_compiled_modules(fast, order, backend):
@@ -338,8 +339,8 @@ def test_functorch_transforms_are_refused_or_right(fast):
     for name, (run, want) in expected.items():
         try:
             got = run()
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            assert str(error), name
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+            assert "Exception raised from" not in str(error), f"{name}: torch's C++ frames"
             continue
         same(got, want)
 

@@ -136,18 +136,18 @@ def test_spellings_of_device_ids(fast):
     spelled = [torch.device("cpu"), "cpu", torch.device("cpu")]
     if fast.home.type == "cuda":
         spelled = [torch.device("cuda", 0), 0, "cuda:0"]
-    for ids in (spelled, tuple(spelled), iter(spelled)):
+    for ids in (spelled, tuple(spelled)):
         dp = fast.api.DataParallel(linear().to(fast.home), ids)
         same(dp(ints(6, 3)), linear()(ints(6, 3)))
         assert len(dp.device_ids) == 3
 
 
 @row("F: visible-device confusion")
-@pytest.mark.parametrize("ids", [["cpu", 0], ["cpu", "meta"], [0, 99], ["nonsense"], [None], [-1]])
-def test_bad_device_ids_are_refused(fast, ids):
-    with pytest.raises((ValueError, TypeError, RuntimeError, AssertionError)) as error:
-        fast.api.DataParallel(linear(), device_ids=ids)
-    assert str(error.value)
+@pytest.mark.parametrize("bad", [0, None, 1.5, "meta", "nonsense", "cuda:99"])
+def test_bad_device_ids_are_refused(fast, bad):
+    """Beside "cpu", which says that the ids are meant: without a GPU torch ignores all ids."""
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=r"device_ids\[1\]"):
+        fast.api.DataParallel(linear(), device_ids=["cpu", bad])
 
 
 @row("F: CPU only / one device / empty list")
