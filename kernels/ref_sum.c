@@ -9,8 +9,8 @@
 #include <stddef.h>
 #include <string.h>
 
-/* Older compilers cannot ask for F16C at run time. */
-#if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 11)
+/* Clang and older GCCs cannot ask for F16C at run time: they build the portable set alone. */
+#if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 11
 #define FDP_HAVE_AVX2 1
 #include <immintrin.h>
 #endif
@@ -30,17 +30,17 @@ typedef enum fdp_lane {
   FDP_LANE_COUNT
 } fdp_lane;
 
-/* Adds up whole chunks: `size_bytes` is a multiple of the set's chunk_bytes. The target may be one
- * of the sources. */
+/* Adds up whole vectors of two or more sources: `size_bytes` is a multiple of the set's
+ * vector_bytes. The target may be one of the sources. */
 typedef void (*fdp_sum_loop)(char *target, const char *const *sources, int32_t source_count,
                              size_t size_bytes);
 
 typedef struct fdp_sum_set {
-  size_t chunk_bytes;
+  size_t vector_bytes;
   fdp_sum_loop loops[FDP_LANE_COUNT];
 } fdp_sum_set;
 
-enum { MAX_CHUNK_BYTES = 128 };
+enum { MAX_VECTOR_BYTES = 32, BLOCK_BYTES = 8192 };
 
 #define FDP_ISA(name) name##_portable
 #define FDP_ISA_TARGET
@@ -83,20 +83,20 @@ static fdp_lane lane_of(fdp_dtype dtype, size_t *lane_bytes, int64_t *lanes_per_
   }
 }
 
-/* What is left after the whole chunks, through buffers of one chunk: so the end of an array is added
+/* What is left after the whole vectors, through buffers of one vector: so the end of an array is added
  * up by the very loop that did its beginning. */
 static void sum_tail(const fdp_sum_set *set, fdp_lane lane, char *target,
                      const char *const *sources, int32_t source_count, size_t size_bytes) {
-  char chunks[FDP_MAX_REPLICAS][MAX_CHUNK_BYTES];
+  char vectors[FDP_MAX_REPLICAS][MAX_VECTOR_BYTES];
   const char *padded[FDP_MAX_REPLICAS];
-  char result[MAX_CHUNK_BYTES];
-  assert(set->chunk_bytes <= MAX_CHUNK_BYTES && size_bytes < set->chunk_bytes);
+  char result[MAX_VECTOR_BYTES];
+  assert(set->vector_bytes <= MAX_VECTOR_BYTES && size_bytes < set->vector_bytes);
   for (int32_t i = 0; i < source_count; i++) {
-    memcpy(chunks[i], sources[i], size_bytes);
-    memset(chunks[i] + size_bytes, 0, set->chunk_bytes - size_bytes);
-    padded[i] = chunks[i];
+    memcpy(vectors[i], sources[i], size_bytes);
+    memset(vectors[i] + size_bytes, 0, set->vector_bytes - size_bytes);
+    padded[i] = vectors[i];
   }
-  set->loops[lane](result, padded, source_count, set->chunk_bytes);
+  set->loops[lane](result, padded, source_count, set->vector_bytes);
   memcpy(target, result, size_bytes);
 }
 
@@ -122,7 +122,7 @@ static void sum_one(const fdp_sum_set *set, const fdp_sum *sum) {
     if (sources[0] != sum->target) memcpy(sum->target, sources[0], size_bytes);
     return;
   }
-  size_t tail_bytes = size_bytes % set->chunk_bytes;
+  size_t tail_bytes = size_bytes % set->vector_bytes;
   size_t whole_bytes = size_bytes - tail_bytes;
   set->loops[lane](sum->target, sources, source_count, whole_bytes);
   if (tail_bytes == 0) return;
