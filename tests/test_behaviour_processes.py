@@ -1,0 +1,240 @@
+"""BEHAVIOUR I and H where a process of its own is needed: Ctrl-C, exit, fork, DataLoader workers.
+
+Each script runs with one OpenMP thread: after a fork a second one would hang in libgomp, wrapper
+or not.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+row = pytest.mark.row
+
+PRELUDE = """
+import os, sys, threading, time, warnings
+import torch
+from torch import nn
+import fastdp
+torch.set_num_threads(1)
+
+class Timed(nn.Module):
+    def __init__(self, naps=None):
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.naps = naps or {}
+
+    def forward(self, x):
+        time.sleep(self.naps.get(int(x[0, 0]), 0))
+        return self.lin(x)
+
+x = torch.tensor([[0.0, 1], [1.0, 1]])
+
+def wrap(naps=None):
+    return fastdp.DataParallel(Timed(naps), device_ids=["cpu"] * 2)
+"""
+
+
+def start(script):
+    code = PRELUDE + textwrap.dedent(script)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def finish(process, seconds):
+    """(exit code, stdout, stderr); a process that does not end in time fails the test."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"no end after {seconds} s\n{out}\n{err}")
+    return process.returncode, out, err
+
+
+def check(script, seconds=40):
+    code, out, err = finish(start(script), seconds)
+    assert code == 0, f"{out}\n{err}"
+    return out
+
+
+@row("I: Ctrl-C")
+@pytest.mark.parametrize("naps", ["{0: 60}", "{1: 60}", "{0: 60, 1: 60}"])
+def test_sigint_during_forward_ends_the_process(naps):
+    process = start(f"dp = wrap({naps}); print('ready'); dp(x)")
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.5)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process, 20)
+    assert time.monotonic() - begin < 5
+    assert "KeyboardInterrupt" in err and code in (1, -signal.SIGINT, 130)
+
+
+@row("I: Ctrl-C")
+def test_the_wrapper_is_usable_after_an_interrupt():
+    """As in a notebook: the interrupted call's straggler must not answer the next call."""
+    check(
+        """
+        import signal
+        dp = wrap({1: 1.5})
+        signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        begin = time.monotonic()
+        try:
+            dp(x)
+            sys.exit("not interrupted")
+        except KeyboardInterrupt:
+            pass
+        assert time.monotonic() - begin < 1.2, "the caller was not woken"
+        dp.module.naps = {}
+        for k in range(3):
+            y = x + 10 * (k + 1)
+            assert torch.equal(dp(y), dp.module(y))
+        time.sleep(1.5)
+        assert torch.equal(dp(x), dp.module(x))
+        """
+    )
+
+
+@row("I: Ctrl-C: no stuck worker threads at exit")
+@pytest.mark.parametrize("last", ["", "out = dp(x).sum()", "sys.exit(0)", "del dp"])
+def test_a_process_with_idle_workers_ends(last):
+    begin = time.monotonic()
+    script = f"dp = wrap(); dp(x).sum().backward(); print(time.monotonic()); {last}"
+    out = check(script, seconds=30)
+    assert time.monotonic() - float(out) < 5 and begin < float(out)
+
+
+@row("I: Ctrl-C: no stuck worker threads at exit")
+def test_a_process_ends_while_a_thread_is_inside_a_forward():
+    out = check(
+        """
+        dp = wrap({0: 60, 1: 60})
+        threading.Thread(target=lambda: dp(x), daemon=True).start()
+        time.sleep(0.3)
+        print(time.monotonic())
+        """
+    )
+    assert time.monotonic() - float(out) < 5
+
+
+FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+
+
+@FORK
+@row("H: fork, DataLoader; mutant: fork")
+@pytest.mark.parametrize("used", [True, False])
+def test_wrapper_works_in_a_forked_child(used):
+    """The child has no worker thread any more; it must start its own, and the parent goes on."""
+    check(
+        f"""
+        warnings.simplefilter("ignore", DeprecationWarning)
+        dp = wrap()
+        want = dp.module(x).detach()
+        if {used}:
+            dp(x).sum()
+        child = os.fork()
+        if child == 0:
+            with torch.no_grad():
+                ok = all(torch.equal(dp(x), want) for _ in range(3))
+            os._exit(0 if ok else 3)
+        deadline = time.monotonic() + 15
+        while True:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                break
+            if time.monotonic() > deadline:
+                os.kill(child, 9)
+                sys.exit("the child hangs")
+            time.sleep(0.01)
+        assert os.waitstatus_to_exitcode(status) == 0, status
+        assert torch.equal(dp(x), want)
+        dp(x).sum().backward()
+        """
+    )
+
+
+@FORK
+@row("H: fork, DataLoader")
+def test_data_loader_workers_between_steps():
+    check(
+        """
+        warnings.simplefilter("ignore", DeprecationWarning)
+        class Data(torch.utils.data.Dataset):
+            def __len__(self): return 12
+            def __getitem__(self, i): return torch.full((2,), float(i))
+        dp = wrap()
+        dp(x).sum().backward()
+        for epoch in range(2):
+            seen = 0
+            for batch in torch.utils.data.DataLoader(
+                Data(), batch_size=4, num_workers=2, multiprocessing_context="fork"
+            ):
+                dp(batch).sum().backward()
+                seen += len(batch)
+            assert seen == 12
+        plain = Timed()
+        plain.load_state_dict(dp.module.state_dict())
+        plain(x).sum().backward()
+        for _ in range(2):
+            plain(torch.arange(12.0)[:, None].expand(12, 2)).sum().backward()
+        for p, q in zip(dp.module.parameters(), plain.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+        """
+    )
+
+
+@row("F: pickle of the wrapper: spawned processes")
+def test_wrapper_travels_to_another_process(tmp_path):
+    check(
+        f"""
+        dp = fastdp.DataParallel(nn.Linear(2, 2), device_ids=["cpu"] * 2)
+        dp(x).sum().backward()
+        torch.save((dp, dp(x).detach()), {str(tmp_path / "dp.pt")!r})
+        """
+    )
+    check(
+        f"""
+        dp, want = torch.load({str(tmp_path / "dp.pt")!r}, weights_only=False)
+        assert torch.equal(dp(x), want)
+        """
+    )
+
+
+@row("J: reasons to stay single-process: script without a main guard, no output of ours")
+def test_a_training_script_prints_nothing_of_ours():
+    process = start(
+        """
+        warnings.simplefilter("error")
+        dp = wrap()
+        opt = torch.optim.SGD(dp.parameters(), 0.1)
+        for _ in range(3):
+            opt.zero_grad(); dp(x).sum().backward(); opt.step()
+        print("end")
+        """
+    )
+    assert finish(process, 40) == (0, "end\n", "")
+
+
+@row("F: import: no thread, no device, no NumPy needed")
+def test_import_starts_no_thread():
+    check(
+        """
+        assert threading.active_count() == 1
+        names = os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else []
+        import importlib
+        importlib.reload(fastdp)
+        now = os.listdir("/proc/self/task") if names else []
+        assert len(now) == len(names)
+        """
+    )
