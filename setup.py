@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)
 sys.path.insert(0, str(ROOT / "build_tools"))
 
-from toolkit import NotUsable, find_toolkit  # noqa: E402
+from toolkit import NotUsable, find_toolkit, probe  # noqa: E402
 
 DLPACK_VERSION = "1.3"
 SANITIZERS = ("address", "undefined", "thread")
@@ -145,7 +145,7 @@ class Build(build_ext):
             return None
         try:
             toolkit = find_toolkit(os.environ)
-            self.probe(toolkit)
+            probe(toolkit, self.build_base)
         except NotUsable as reason:
             if wish == "1":
                 raise SystemExit(f"fastdp: FASTDP_CUDA=1, but {reason}") from None
@@ -153,25 +153,6 @@ class Build(build_ext):
             return None
         print(f"fastdp: building with CUDA {toolkit.release} ({toolkit.root}) for {toolkit.archs}")
         return toolkit
-
-    def probe(self, toolkit) -> None:
-        """An nvcc may be there and not work: no headers, or a host compiler that is too new for it.
-        Better to learn that before the build than in its middle."""
-        identity = repr((toolkit, self.compiler_name)).encode()
-        passed = self.build_base / f"nvcc-{hashlib.sha256(identity).hexdigest()[:12]}.ok"
-        if passed.is_file():
-            return
-        self.build_base.mkdir(parents=True, exist_ok=True)
-        source, target = passed.with_suffix(".cu"), passed.with_suffix(".o")
-        source.write_text("__global__ void probe(int *p) { *p = 1; }\n")
-        command = [toolkit.nvcc, "-c", str(source), "-o", str(target)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        source.unlink()
-        target.unlink(missing_ok=True)
-        if done.returncode != 0:
-            said = (done.stderr or done.stdout).strip()
-            raise NotUsable(f"{toolkit.nvcc} cannot compile a trivial kernel: {said}")
-        passed.touch()
 
     def make_objects_folder(self) -> None:
         environment = [os.environ.get(name, "") for name in ("CPPFLAGS", "CFLAGS", "LDFLAGS")]

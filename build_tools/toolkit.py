@@ -1,13 +1,17 @@
 """Finds the CUDA toolkit that a build uses, and the architectures it compiles for.
 
-Used by setup.py alone. Knows nothing of torch: an nvcc is all that a CUDA build needs.
+Used by setup.py. Run as a script it says what it found, or fails and says why nothing is usable.
+Knows nothing of torch: an nvcc is all that a CUDA build needs.
 """
 
+import hashlib
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +63,24 @@ def find_toolkit(environ) -> Toolkit:
         arch_flags=arch_flags,
         archs=archs,
     )
+
+
+def probe(toolkit: Toolkit, folder: Path) -> None:
+    """An nvcc may be there and not work: no headers, or a host compiler that is too new for it.
+    Better to learn that before a build than in its middle. Success is remembered in `folder`."""
+    identity = repr((toolkit, os.environ.get("NVCC_CCBIN"), os.environ.get("PATH"))).encode()
+    passed = folder / f"nvcc-{hashlib.sha256(identity).hexdigest()[:12]}.ok"
+    if passed.is_file():
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch, "probe.cu")
+        source.write_text("__global__ void probe(int *p) { *p = 1; }\n")
+        try:
+            _output(toolkit.nvcc, "-c", str(source), "-o", str(source.with_suffix(".o")))
+        except NotUsable as reason:
+            raise NotUsable(f"{toolkit.nvcc} cannot compile a trivial kernel: {reason}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    passed.touch()
 
 
 def arch_choice(wish: str, known: list[int]) -> tuple[tuple[str, ...], str]:
@@ -142,3 +164,16 @@ def _release(nvcc: str) -> str:
 def _system_library_dirs() -> list[str]:
     """Where a distribution's own package puts the toolkit's libraries."""
     return sorted(str(path) for path in Path("/usr/lib").glob("*-linux-gnu"))
+
+
+def main() -> None:
+    try:
+        toolkit = find_toolkit(os.environ)
+        probe(toolkit, Path("build"))
+    except NotUsable as reason:
+        sys.exit(str(reason))
+    print(f"CUDA {toolkit.release} ({toolkit.root}) for {toolkit.archs}")
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ import fastdp
 HELD_OUT = 360
 EPOCHS = 30
 BATCH_SIZE = 64
-LEARNING_RATE = 0.05
+LEARNING_RATE = 0.1
 SEED = 0
 LEAST_ACCURACY = 0.97
 LARGEST_DIFFERENCE = 1e-10
@@ -122,7 +122,7 @@ def train(model: nn.Module, data) -> float:
         order = torch.randperm(len(images), generator=random).to(images.device)
         for done, indices in enumerate(order.split(BATCH_SIZE), start=1):
             outputs = model(distort(images[indices], random).to(dtype))
-            loss = functional.cross_entropy(outputs, labels[indices])
+            loss = functional.cross_entropy(outputs, labels[indices], label_smoothing=0.1)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

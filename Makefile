@@ -1,0 +1,79 @@
+# make demo       trains a CNN on handwritten digits with two replicas on the CPU
+# make test       the whole test suite, the sanitizer runs and the CUDA compile
+# make core-test  the C core alone, without Python
+# make clean      removes what the targets above made, .venv included
+#
+# PYTHON=python3.12 make ...  picks the interpreter. An active virtual environment that has a torch
+# is used as it is; else everything is installed into .venv here, never into the system's Python.
+
+PYTHON ?= python3
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test core-test python-test sanitizer-test cuda-test environment clean
+
+# Sets $$python, and what its builds need; written by `environment`.
+USE = source build/environment
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+demo: environment
+	@$(USE); "$$python" examples/digits.py
+
+test: environment core-test python-test sanitizer-test cuda-test
+	@echo; echo "All tests passed."
+
+environment:
+	@command -v "$(PYTHON)" > /dev/null || { \
+	  echo "fastdp: there is no $(PYTHON)."; \
+	  echo "On Debian or Ubuntu: sudo apt-get install python3 python3-venv"; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "fastdp: $(PYTHON) is $$("$(PYTHON)" --version), but Python 3.10 or newer is needed."; \
+	  echo "Name another one: make PYTHON=python3.12 ..."; exit 1; }
+	@"$(PYTHON)" build_tools/environment.py
+
+core-test:
+	@echo; echo "== The C core: plain, with address and undefined behaviour sanitizers, with threads'"
+	@command -v "$${CC:-gcc}" > /dev/null || { echo "fastdp: there is no C compiler (gcc)."; \
+	  echo "On Debian or Ubuntu: sudo apt-get install gcc libc6-dev"; exit 1; }
+	@$(MAKE) --no-print-directory -C tests/c test asan tsan
+
+python-test: environment
+	@echo; echo "== The Python tests"
+	@$(USE); "$$python" -m pytest -q
+
+# A build beside the editable install. What runs from its folder, with it first on the path, imports
+# it; a wrong import would make the run worthless, so it is looked at.
+BUILD_APART = rm -rf $(1)/lib; mkdir -p $(1); \
+  "$$python" setup.py --quiet build_ext --build-lib $(1)/lib build_py --build-lib $(1)/lib; \
+  cd $(1)/lib; export PYTHONPATH=$$PWD; \
+  test "$$("$$python" -c 'import importlib.util as u; print(u.find_spec("fastdp").origin)')" = \
+    "$$PWD/fastdp/__init__.py"
+
+# torch throws C++ exceptions: without libstdc++ preloaded beside libasan
+# the first one ends the process. Leaks of the interpreter itself are not ours to report.
+sanitizer-test: environment
+	@echo; echo "== Core and seam under the address and undefined behaviour sanitizers"
+	@$(USE); export FASTDP_SANITIZE=address,undefined FASTDP_CUDA=0; \
+	  $(call BUILD_APART,build/sanitized); \
+	  preload=$$($${CC:-gcc} -print-file-name=libasan.so); \
+	  preload+=":$$($${CC:-gcc} -print-file-name=libstdc++.so.6)"; \
+	  LD_PRELOAD=$$preload ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  PYTHONMALLOC=malloc "$$python" -m pytest -q -m seam -p no:cacheprovider \
+	    -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
+
+# A machine without a GPU can still compile all kernels, link them, and import the result.
+cuda-test: environment
+	@echo; echo "== The CUDA build"
+	@$(USE); if found=$$("$$python" build_tools/toolkit.py 2>&1); then \
+	  echo "$$found"; export FASTDP_CUDA=1; $(call BUILD_APART,build/cuda); \
+	  "$$python" -c 'import fastdp; assert fastdp.build_info()["cuda"], fastdp.build_info(); \
+	    print("built, linked and imported:", fastdp.__file__)'; \
+	else echo "SKIPPED: $$found"; fi
+
+clean:
+	rm -rf build .venv *.egg-info .pytest_cache .hypothesis fastdp/*.so
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+	@if [ -f tests/c/Makefile ]; then $(MAKE) --no-print-directory -C tests/c clean; fi
