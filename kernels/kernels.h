@@ -39,7 +39,8 @@ typedef struct fdp_segment {
 /* target[k] = sources[0][k] + sources[1][k] + ... in this order. A NULL source counts as zero; with
  * none but NULL sources the target becomes zero. fp16 and bf16 are added up in fp32 and rounded
  * once; integers wrap; bool is "or". The target may be one of the sources, else they are disjoint.
- * With exactly one source that is not NULL the bits are copied (so -0.0 and NaN stay as they are). */
+ * With exactly one source that is not NULL the bits are copied: -0.0 and NaN stay as they are. With
+ * more, NULL ones are left out, so that two -0.0 and a NULL make -0.0. */
 typedef struct fdp_sum {
   void *target;
   const void *const *sources; /* source_count pointers */

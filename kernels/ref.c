@@ -7,32 +7,30 @@
 
 #include "kernels.h"
 
-/* One row of a strided copy. `size_bytes` is a constant at each place of use, so memcpy becomes one
+/* One row of a strided copy, strides in bytes. `size_bytes` is a constant at each place of use, so memcpy becomes one
  * load and one store that need no alignment. */
 static inline __attribute__((always_inline)) void copy_row_of(
-    char *target, const char *source, int64_t count, ptrdiff_t target_stride_bytes,
-    ptrdiff_t source_stride_bytes, size_t size_bytes) {
+    char *target, const char *source, int64_t count, int64_t target_stride, int64_t source_stride,
+    size_t size_bytes) {
   for (int64_t k = 0; k < count; k++) {
-    memcpy(target + k * target_stride_bytes, source + k * source_stride_bytes, size_bytes);
+    memcpy(target + k * target_stride, source + k * source_stride, size_bytes);
   }
 }
 
-static void copy_row(char *target, const char *source, int64_t count,
-                     ptrdiff_t target_stride_bytes, ptrdiff_t source_stride_bytes,
-                     int64_t item_bytes) {
-  if (target_stride_bytes == item_bytes && source_stride_bytes == item_bytes) {
+static void copy_row(char *target, const char *source, int64_t count, int64_t target_stride,
+                     int64_t source_stride, int64_t item_bytes) {
+  if (target_stride == item_bytes && source_stride == item_bytes) {
     memcpy(target, source, (size_t)(count * item_bytes));
     return;
   }
   switch (item_bytes) {
-    case 1: copy_row_of(target, source, count, target_stride_bytes, source_stride_bytes, 1); break;
-    case 2: copy_row_of(target, source, count, target_stride_bytes, source_stride_bytes, 2); break;
-    case 4: copy_row_of(target, source, count, target_stride_bytes, source_stride_bytes, 4); break;
-    case 8: copy_row_of(target, source, count, target_stride_bytes, source_stride_bytes, 8); break;
-    case 16: copy_row_of(target, source, count, target_stride_bytes, source_stride_bytes, 16); break;
+    case 1: copy_row_of(target, source, count, target_stride, source_stride, 1); break;
+    case 2: copy_row_of(target, source, count, target_stride, source_stride, 2); break;
+    case 4: copy_row_of(target, source, count, target_stride, source_stride, 4); break;
+    case 8: copy_row_of(target, source, count, target_stride, source_stride, 8); break;
+    case 16: copy_row_of(target, source, count, target_stride, source_stride, 16); break;
     default:
-      copy_row_of(target, source, count, target_stride_bytes, source_stride_bytes,
-                  (size_t)item_bytes);
+      copy_row_of(target, source, count, target_stride, source_stride, (size_t)item_bytes);
   }
 }
 

@@ -83,8 +83,8 @@ static fdp_lane lane_of(fdp_dtype dtype, size_t *lane_bytes, int64_t *lanes_per_
   }
 }
 
-/* What is left after the whole vectors, through buffers of one vector: so the end of an array is added
- * up by the very loop that did its beginning. */
+/* What is left after the whole vectors, through buffers of one vector: so the end of an array is
+ * added up by the very loop that did its beginning. */
 static void sum_tail(const fdp_sum_set *set, fdp_lane lane, char *target,
                      const char *const *sources, int32_t source_count, size_t size_bytes) {
   char vectors[FDP_MAX_REPLICAS][MAX_VECTOR_BYTES];

@@ -1,5 +1,5 @@
-/* What ref_sum.c shows to its test beside the entry point of kernels.h: the sum without the run-time
- * choice of instruction set. Owns nothing, any thread, no streams. */
+/* What ref_sum.c shows to its test beside the entry point of kernels.h: the sum without the
+ * run-time choice of instruction set. Owns nothing, any thread, no streams. */
 #ifndef FDP_REF_SUM_H
 #define FDP_REF_SUM_H
 

@@ -38,8 +38,8 @@ FDP_INLINE FDP_ISA(pair) FDP_ISA(bf16_load)(const char *from) {
   return (FDP_ISA(pair)){(FDP_ISA(f32))(words << 16), (FDP_ISA(f32))(words & 0xffff0000u)};
 }
 
-/* To nearest even, the result in the upper half; the lower half is rubbish. A NaN needs no care: the
- * lower half of a NaN made from bf16 is zero, so nothing can be carried into its exponent. */
+/* To nearest even, the result in the upper half; the lower half is rubbish. A NaN needs no care:
+ * the lower half of a NaN made from bf16 is zero, so nothing is carried into its exponent. */
 FDP_INLINE FDP_ISA(u32) FDP_ISA(bf16_round)(FDP_ISA(f32) value) {
   FDP_ISA(u32) bits = (FDP_ISA(u32))value;
   return bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -152,8 +152,8 @@ FDP_INLINE void FDP_ISA(bool_store)(char *to, FDP_ISA(u8) sum) {
 }
 
 /* With two sources, one pass. With more, a block at a time: each source is read alone, as the
- * machine's prefetching likes it, into totals that stay in the nearest cache. A block is wholly read
- * before it is written, so the target may be any of the sources. */
+ * machine's prefetching likes it, into totals that stay in the nearest cache. A block is wholly
+ * read before it is written, so the target may be any of the sources. */
 #define FDP_LOOP(NAME, CELL, LOAD, ADD, STORE)                                                   \
   FDP_ISA_TARGET static void FDP_ISA(NAME)(char *target, const char *const *sources,             \
                                            int32_t source_count, size_t size_bytes) {            \

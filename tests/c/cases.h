@@ -1,6 +1,6 @@
 /* Random cases shared by the tests of the kernels in C and in CUDA: a seeded generator, the dtypes
- * that can be summed, and strided copies of any shape. A case owns no memory; it says how many bytes
- * it wants. Same seed, same cases. */
+ * that can be summed, and strided copies of any shape. A case owns no memory; it says how many
+ * bytes it wants. Same seed, same cases. */
 #ifndef FDP_TEST_CASES_H
 #define FDP_TEST_CASES_H
 

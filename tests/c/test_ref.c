@@ -1,6 +1,6 @@
 /* Tests of kernels/ref.c and ref_sum.c against oracles that share no code with them: 16-bit floats
- * are found by searching the table of all their values, sums are made one element at a time, strided
- * copies walk every index. Prints "N passed, M failed" and returns 1 if M is not zero. */
+ * are found by searching the table of all their values, sums are made one element at a time,
+ * strided copies walk every index. Prints "N passed, M failed"; returns 1 if M is not zero. */
 #include <math.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -223,7 +223,8 @@ static void run_sum_case(const sum_case *c, sum_function sum_of) {
   for (int32_t i = 0; i < c->source_count; i++) {
     case_fill((char *)sources[i], size_bytes);
     for (int64_t k = 0; k < c->count_elems && c->exact; k++) {
-      encode_integer(c->type, (i * 7 + k * 3) % 11 - 5, (char *)sources[i] + k * c->type->elem_bytes);
+      char *elem = (char *)sources[i] + k * c->type->elem_bytes;
+      encode_integer(c->type, (i * 7 + k * 3) % 11 - 5, elem);
     }
     before[i] = sources[i];
     if (c->nulls == 2 || (c->nulls == 1 && i != c->target_is && case_below(2))) before[i] = NULL;
