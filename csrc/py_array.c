@@ -55,8 +55,7 @@ static array_block *block_make(fdp_py_state *state, const fdp_view *view) {
   Py_BEGIN_ALLOW_THREADS
   status = fdp_context_device(context, view->device, &block->device);
   if (status == FDP_OK && size_bytes > 0)
-    status = block->device->ops->memory_take(block->device, (size_t)size_bytes,
-                                             &block->view.data);
+    status = fdp_device_memory_take(block->device, (size_t)size_bytes, &block->view.data);
   Py_END_ALLOW_THREADS
   if (status == FDP_OK) return block;
   free(block);

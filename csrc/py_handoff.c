@@ -86,11 +86,11 @@ static PyObject *handoff_put(PyObject *object, PyObject *item) {
   return fdp_py_raise(fdp_py_state_of(object), status);
 }
 
-static int64_t now_ms(void) {
+static int64_t now_ns(void) {
   struct timespec time;
 
   clock_gettime(CLOCK_MONOTONIC, &time);
-  return (int64_t)time.tv_sec * 1000 + time.tv_nsec / 1000000;
+  return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
 /* True on the thread that runs Python's signal handlers. After a fork that is the process's first
@@ -104,11 +104,13 @@ static bool is_main_thread(const fdp_py_state *state) {
 static int wait_for_item(fdp_py_state *state, py_handoff *self, int64_t timeout_ms, void **item,
                          fdp_status *status) {
   bool signals = is_main_thread(state);
-  int64_t deadline_ms = timeout_ms < 0 ? INT64_MAX : now_ms() + timeout_ms;
+  int64_t deadline_ns = now_ns() + timeout_ms * 1000000;
 
   for (;;) {
-    int64_t left_ms = timeout_ms < 0 ? -1 : deadline_ms - now_ms();
+    int64_t left_ms = -1;
 
+    /* Rounded up, so that a wait is never shorter than asked for. */
+    if (timeout_ms >= 0) left_ms = (deadline_ns - now_ns() + 999999) / 1000000;
     if (timeout_ms >= 0 && left_ms < 0) left_ms = 0;
     if (signals && (left_ms < 0 || left_ms > SIGNAL_SLICE_MS)) left_ms = SIGNAL_SLICE_MS;
     Py_BEGIN_ALLOW_THREADS
@@ -117,7 +119,7 @@ static int wait_for_item(fdp_py_state *state, py_handoff *self, int64_t timeout_
     if (*status != FDP_TIMED_OUT) return 0;
     if (PyErr_CheckSignals() < 0) return -1;
     /* Not yet the deadline: a slice is over, or a signal ended the wait early. */
-    if (timeout_ms >= 0 && now_ms() >= deadline_ms) return 0;
+    if (timeout_ms >= 0 && now_ns() >= deadline_ns) return 0;
   }
 }
 
@@ -129,7 +131,7 @@ static int read_timeout(PyObject *object, int64_t *timeout_ms) {
     PyErr_SetString(PyExc_ValueError, "timeout_s: must be a number, got nan");
     return -1;
   }
-  /* Rounded up, so that a wait is never shorter than asked for; 1e9 s is for ever. */
+  /* 1e9 seconds, some 30 years, are for ever: nanoseconds stay inside 64 bits. */
   *timeout_ms = timeout_s < 0 || timeout_s > 1e9 ? -1 : (int64_t)ceil(timeout_s * 1e3);
   return 0;
 }
@@ -137,7 +139,7 @@ static int read_timeout(PyObject *object, int64_t *timeout_ms) {
 static PyObject *handoff_take(PyObject *object, PyObject *timeout) {
   fdp_py_state *state = fdp_py_state_of(object);
   py_handoff *self = (py_handoff *)object;
-  fdp_status status;
+  fdp_status status = FDP_TIMED_OUT;
   int64_t timeout_ms;
   void *item = NULL;
   int result = 0;
@@ -147,8 +149,8 @@ static PyObject *handoff_take(PyObject *object, PyObject *timeout) {
     PyErr_SetString(PyExc_RuntimeError, "take: another thread is waiting for an item");
     return NULL;
   }
-  /* An item that is there already is taken at once: no need to give up the GIL. */
-  status = fdp_handoff_take(&self->slot, 0, &item);
+  /* An item that is there already is taken at once: no need to give up the GIL, or to sleep. */
+  if (self->inside != NULL || timeout_ms == 0) status = fdp_handoff_take(&self->slot, 0, &item);
   if (status == FDP_TIMED_OUT && timeout_ms != 0)
     result = wait_for_item(state, self, timeout_ms, &item, &status);
   atomic_flag_clear(&self->taking);
