@@ -265,6 +265,13 @@ static int check_copies(PyObject *copies, const fdp_tree_entries *collected, con
   return -1;
 }
 
+static int check_held(const fdp_tree *tree)
+{
+  if (tree->held) return 0;
+  PyErr_SetString(PyExc_RuntimeError, "the replica's tree is not held");
+  return -1;
+}
+
 static PyObject *replica_refresh(PyObject *self, PyObject *const *arguments, Py_ssize_t count)
 {
   fdp_replica *replica = (fdp_replica *)self;
@@ -272,6 +279,7 @@ static PyObject *replica_refresh(PyObject *self, PyObject *const *arguments, Py_
     PyErr_SetString(PyExc_TypeError, "refresh takes (parameters, buffers)");
     return NULL;
   }
+  if (check_held(replica->tree) < 0) return NULL;
   if (check_copies(arguments[0], &replica->tree->parameters, "parameters") < 0 ||
       check_copies(arguments[1], &replica->tree->buffers, "buffers") < 0)
     return NULL;
@@ -287,6 +295,7 @@ static PyObject *replica_empty(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
   fdp_replica *replica = (fdp_replica *)self;
   fdp_tree *tree = replica->tree;
+  if (check_held(tree) < 0) return NULL;
   PyObject *trash = PyList_New(0);
   int result = trash == NULL ? -1 : 0;
   for (Py_ssize_t m = 0; result == 0 && m < tree->module_count; m++) {

@@ -1,5 +1,5 @@
-/* Tree: see py_tree.h. collect() is the first of the two walks of a forward: which tensors are there
- * now, and is the tree the same? The second is Replica.refresh (py_replica.c).
+/* Tree: see py_tree.h. hold() and collect() are the first walk of a forward (is the tree the same,
+ * which tensors are there now?), Replica.refresh (py_replica.c) is the second.
  *
  * Why in C: a ResNet-50 has some 3,500 attributes. nn.DataParallel copies them all, for each replica
  * and each forward; walking the dictionaries of base and replica side by side and writing what
@@ -65,14 +65,6 @@ PyObject *fdp_tree_member(PyObject *module, PyObject *name)
   Py_XINCREF(member);
   Py_DECREF(dict);
   return member;
-}
-
-static void entries_clear(fdp_tree_entries *list)
-{
-  PyMem_Free(list->entries);
-  list->entries = NULL;
-  list->count = list->capacity = 0;
-  Py_CLEAR(list->tensors);
 }
 
 static int entries_push(fdp_tree_entries *list, PyObject *tensor, Py_ssize_t index)
@@ -200,15 +192,34 @@ static int module_unchanged(fdp_tree *tree, Py_ssize_t m)
   return PyErr_Occurred() ? -1 : same;
 }
 
-/* collect() -> None | (parameters, buffers): the distinct tensors of the tree as they are now, in
- * order of first appearance; None when the tree is no longer the one it was made of. */
-static PyObject *tree_collect(PyObject *self, PyObject *Py_UNUSED(ignored))
+/* hold(root) -> bool: owns all modules until release() if the tree below `root` is the one that this
+ * was made of. A module is read only after an earlier one, its parent, was seen to hold it. */
+static PyObject *tree_hold(PyObject *self, PyObject *root)
 {
   fdp_tree *tree = (fdp_tree *)self;
+  if (tree->held) {
+    PyErr_SetString(PyExc_RuntimeError, "hold: the tree is held already");
+    return NULL;
+  }
+  if (root != tree->modules[0].module) Py_RETURN_FALSE;
   for (Py_ssize_t m = 0; m < tree->module_count; m++) {
     int same = module_unchanged(tree, m);
     if (same < 0) return NULL;
-    if (same == 0) Py_RETURN_NONE;
+    if (same == 0) Py_RETURN_FALSE;
+  }
+  for (Py_ssize_t m = 0; m < tree->module_count; m++) Py_INCREF(tree->modules[m].module);
+  tree->held = true;
+  Py_RETURN_TRUE;
+}
+
+/* collect() -> (parameters, buffers): the distinct tensors of a held tree as they are now, in order
+ * of first appearance. */
+static PyObject *tree_collect(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+  fdp_tree *tree = (fdp_tree *)self;
+  if (!tree->held) {
+    PyErr_SetString(PyExc_RuntimeError, "collect: the tree is not held");
+    return NULL;
   }
   if (collect_entries(tree, tree->names.parameters, &tree->parameters) < 0 ||
       collect_entries(tree, tree->names.buffers, &tree->buffers) < 0)
@@ -277,7 +288,7 @@ static int tree_fill(fdp_tree *tree, PyObject *modules)
     Py_XDECREF(key);
     Py_XDECREF(value);
     if (failed) return -1;
-    tree->modules[m].module = Py_NewRef(module);
+    tree->modules[m].module = module;
     tree->modules[m].type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(module));
     tree->module_count++;
   }
@@ -290,7 +301,8 @@ static int tree_fill(fdp_tree *tree, PyObject *modules)
 static PyObject *tree_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
   if (PyTuple_GET_SIZE(arguments) != 1 || (keywords != NULL && PyDict_GET_SIZE(keywords) > 0) ||
-      !PyTuple_Check(PyTuple_GET_ITEM(arguments, 0))) {
+      !PyTuple_Check(PyTuple_GET_ITEM(arguments, 0)) ||
+      PyTuple_GET_SIZE(PyTuple_GET_ITEM(arguments, 0)) == 0) {
     PyErr_SetString(PyExc_TypeError, "Tree takes one tuple of modules");
     return NULL;
   }
@@ -305,7 +317,7 @@ static int tree_traverse(PyObject *self, visitproc visit, void *arg)
   fdp_tree *tree = (fdp_tree *)self;
   Py_VISIT(Py_TYPE(self));
   for (Py_ssize_t m = 0; m < tree->module_count; m++) {
-    Py_VISIT(tree->modules[m].module);
+    if (tree->held) Py_VISIT(tree->modules[m].module);
     Py_VISIT(tree->modules[m].type);
   }
   Py_VISIT(tree->parameters.tensors);
@@ -313,52 +325,55 @@ static int tree_traverse(PyObject *self, visitproc visit, void *arg)
   return 0;
 }
 
+/* Drops modules and tensors; the records stay. */
+static void let_go(fdp_tree *tree)
+{
+  bool held = tree->held;
+  tree->held = false;
+  for (Py_ssize_t m = 0; held && m < tree->module_count; m++) Py_DECREF(tree->modules[m].module);
+  tree->parameters.count = tree->buffers.count = 0;
+  Py_CLEAR(tree->parameters.tensors);
+  Py_CLEAR(tree->buffers.tensors);
+}
+
 static int tree_clear(PyObject *self)
 {
-  fdp_tree *tree = (fdp_tree *)self;
-  Py_ssize_t module_count = tree->module_count, child_count = tree->child_count;
-  tree->module_count = tree->child_count = 0;
-  for (Py_ssize_t c = 0; c < child_count; c++) Py_DECREF(tree->children[c].name);
-  for (Py_ssize_t m = 0; m < module_count; m++) {
-    Py_DECREF(tree->modules[m].module);
-    Py_DECREF(tree->modules[m].type);
-  }
-  PyMem_Free(tree->children);
-  PyMem_Free(tree->modules);
-  tree->children = NULL;
-  tree->modules = NULL;
-  Py_CLEAR(tree->index_of);
-  entries_clear(&tree->parameters);
-  entries_clear(&tree->buffers);
+  let_go((fdp_tree *)self);
   return 0;
 }
 
 static void tree_dealloc(PyObject *self)
 {
   PyTypeObject *type = Py_TYPE(self);
+  fdp_tree *tree = (fdp_tree *)self;
   PyObject_GC_UnTrack(self);
-  tree_clear(self);
-  names_clear(&((fdp_tree *)self)->names);
+  let_go(tree);
+  for (Py_ssize_t c = 0; c < tree->child_count; c++) Py_DECREF(tree->children[c].name);
+  for (Py_ssize_t m = 0; m < tree->module_count; m++) Py_DECREF(tree->modules[m].type);
+  PyMem_Free(tree->children);
+  PyMem_Free(tree->modules);
+  PyMem_Free(tree->parameters.entries);
+  PyMem_Free(tree->buffers.entries);
+  Py_XDECREF(tree->index_of);
+  names_clear(&tree->names);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-/* release() -> None: drops the tensors that collect() found, once all replicas are refreshed. */
+/* release() -> None: the end of hold(). */
 static PyObject *tree_release(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
-  fdp_tree *tree = (fdp_tree *)self;
-  tree->parameters.count = tree->buffers.count = 0;
-  Py_CLEAR(tree->parameters.tensors);
-  Py_CLEAR(tree->buffers.tensors);
+  let_go((fdp_tree *)self);
   Py_RETURN_NONE;
 }
 
 static PyMethodDef tree_methods[] = {
+    {"hold", tree_hold, METH_O,
+     "hold(root) -> bool: owns all modules until release(), if the tree below root is the one that "
+     "this was made of."},
     {"collect", tree_collect, METH_NOARGS,
-     "collect() -> (parameters, buffers), the distinct tensors of the tree as they are now, or None "
-     "when the tree is no longer the one it was made of."},
-    {"release", tree_release, METH_NOARGS,
-     "release(): drops the tensors that collect() found, once all replicas are refreshed."},
+     "collect() -> (parameters, buffers): the distinct tensors of a held tree as they are now."},
+    {"release", tree_release, METH_NOARGS, "release(): drops modules and tensors."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot tree_slots[] = {

@@ -15,7 +15,7 @@ typedef struct fdp_tree_child {
 } fdp_tree_child;
 
 typedef struct fdp_tree_module {
-  PyObject *module;   /* the base module */
+  PyObject *module;   /* the base module: an address only, unless the tree is held */
   PyTypeObject *type; /* its class when the tree was made: parametrize, lazy modules and assignments
                          to __class__ change it */
   Py_ssize_t first_child;
@@ -24,7 +24,7 @@ typedef struct fdp_tree_module {
 
 /* One entry of a "_parameters" or "_buffers" dictionary, in the order of the walk. */
 typedef struct fdp_tree_entry {
-  PyObject *tensor; /* borrowed from the collected tuple; NULL for None */
+  PyObject *tensor; /* borrowed from `tensors` below; NULL for None */
   Py_ssize_t index; /* in the collected tuple: one tensor under two names has one index */
 } fdp_tree_entry;
 
@@ -44,8 +44,13 @@ typedef struct fdp_tree_names {
   PyObject *hooks[FDP_TREE_HOOK_NAMES];
 } fdp_tree_names;
 
+/* A tree owns no module, so that a table of trees can be weak: between calls it has their addresses
+ * only. hold() compares these with what hangs below the root now, before anything is read through
+ * them, and owns all modules until release(). An address that another module of the same class has
+ * taken over in the same place is no harm: a refresh reads all else anew. */
 typedef struct fdp_tree {
   PyObject_HEAD
+  bool held;
   fdp_tree_module *modules;
   Py_ssize_t module_count;
   fdp_tree_child *children;

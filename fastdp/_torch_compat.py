@@ -19,6 +19,7 @@ PRIVATE = {
     "_log_api_usage_once": "torch._C",
     "_check_balance": "torch.nn.parallel.data_parallel",
     "_current_level": "torch.autograd.forward_ad",
+    "maybe_current_level": "torch._C._functorch",
 }
 
 
@@ -39,6 +40,13 @@ def run_early(node: Any) -> None:
 def forward_mode_active() -> bool:
     """True inside `torch.autograd.forward_ad.dual_level()`."""
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
+def inside_function_transform() -> bool:
+    """True below torch.func.grad, vjp, jvp, vmap and the like."""
+    functorch = getattr(torch._C, "_functorch", None)
+    level = getattr(functorch, "maybe_current_level", None)
+    return level is not None and level() is not None
 
 
 def default_device() -> Any:

@@ -71,20 +71,24 @@ class Plan:
 
 
 class ReplicaSet:
-    """One replica per rank of one tree, grown as more ranks are used."""
+    """One replica per rank of one tree, grown as more ranks are used. Its methods want the tree held
+    (`_C.Tree.hold`); it keeps no module of the base alive."""
 
-    def __init__(self, tree: Any, base: Tuple[nn.Module, ...]) -> None:
+    def __init__(self, tree: Any, root: nn.Module) -> None:
         self.tree = tree
-        self._base = base
         self._repairs = [
-            (m, repair) for m, module in enumerate(base) for repair in _repairs_of(module)
+            (m, repair)
+            for m, module in enumerate(root.modules())
+            for repair in _repairs_of(module)
         ]
         self._replicas: List[Any] = []
 
-    def refresh(self, rows: Sequence[Tuple[Tensors, Tensors]]) -> List[nn.Module]:
+    def refresh(
+        self, root: nn.Module, rows: Sequence[Tuple[Tensors, Tensors]]
+    ) -> List[nn.Module]:
         """Fills the first len(rows) replicas and gives their root modules."""
         while len(self._replicas) < len(rows):
-            modules = tuple(_blank_replica(module) for module in self._base)
+            modules = tuple(_blank_replica(module) for module in root.modules())
             self._replicas.append(_C.Replica(self.tree, modules))
         used = self._replicas[: len(rows)]
         for replica, (parameters, buffers) in zip(used, rows):
@@ -155,20 +159,24 @@ class _WalkedTree:
     Python, through torch's own iterators."""
 
     def __init__(self, base: Tuple[nn.Module, ...]) -> None:
-        self._base = base
-        self._types = [type(module) for module in base]
+        self._modules = [(weakref.ref(module), type(module)) for module in base]
+        self._root: Optional[nn.Module] = None
 
-    def collect(self) -> Optional[Tuple[Tensors, Tensors]]:
-        found = tuple(self._base[0].modules())
-        if len(found) != len(self._base) or any(
-            new is not old or type(new) is not kind
-            for new, old, kind in zip(found, self._base, self._types)
+    def hold(self, root: nn.Module) -> bool:
+        found = tuple(root.modules())
+        if len(found) != len(self._modules) or any(
+            module is not known() or type(module) is not kind
+            for module, (known, kind) in zip(found, self._modules)
         ):
-            return None
-        return tuple(self._base[0].parameters()), tuple(self._base[0].buffers())
+            return False
+        self._root = root
+        return True
+
+    def collect(self) -> Tuple[Tensors, Tensors]:
+        return tuple(self._root.parameters()), tuple(self._root.buffers())
 
     def release(self) -> None:
-        """Nothing is kept."""
+        self._root = None
 
 
 class Lease:
@@ -200,7 +208,6 @@ class Replicator:
         self._unused_grad = unused_grad
         self._lock = threading.RLock()
         self._tree: Optional[Any] = None
-        self._base: Tuple[nn.Module, ...] = ()
         self._fresh = False
         self._plans: Dict[Tuple[int, bool], Plan] = {}
         self._idle: List[ReplicaSet] = []
@@ -209,55 +216,60 @@ class Replicator:
 
     def take(self, ranks: int, detach: bool) -> Tuple[List[nn.Module], Lease]:
         """The first `ranks` replicas, with copies of the tensors as they are now."""
+        root = self._module()
         with self._lock:
-            parameters, buffers = self._collect()
-            tensors = parameters + buffers
-            differentiable = not detach and torch.is_grad_enabled()
-            plan = self._plan(tensors, len(parameters), ranks, differentiable)
-            with torch.set_grad_enabled(differentiable):
-                rows, tokens = plan.copies(tensors, differentiable)
-            if self._fresh:
-                roots = _fresh_replicas(self._base, parameters, buffers, rows)
-                chosen = None
-            else:
-                chosen = self._take_set()
-                roots = chosen.refresh(rows)
-            self._tree.release()
-            return roots, Lease(chosen, tokens)
+            if self._tree is None or not self._tree.hold(root):
+                self._rebuild(root)
+            try:
+                parameters, buffers = self._tree.collect()
+                tensors = parameters + buffers
+                differentiable = not detach and torch.is_grad_enabled()
+                plan = self._plan(root, tensors, len(parameters), ranks, differentiable)
+                with torch.set_grad_enabled(differentiable):
+                    rows, tokens = plan.copies(tensors, differentiable)
+                if self._fresh:
+                    return _fresh_replicas(root, parameters, buffers, rows), Lease(None, tokens)
+                replicas = self._take_set(root)
+                return replicas.refresh(root, rows), Lease(replicas, tokens)
+            finally:
+                self._tree.release()
 
     def give_back(self, lease: Lease) -> None:
         replicas, lease.replicas = lease.replicas, None
-        if replicas is None:
+        root = self._module()
+        if replicas is None or root is None:
             return
         with self._lock:
-            if replicas.tree is not self._tree:
+            if replicas.tree is not self._tree or not self._tree.hold(root):
                 return
-            if replicas.empty_if_idle():
-                self._idle.append(replicas)
-            else:
-                self._lent.append(replicas)
-                del self._lent[:-_MAX_LENT]
+            try:
+                if replicas.empty_if_idle():
+                    self._idle.append(replicas)
+                else:
+                    self._lent.append(replicas)
+                    del self._lent[:-_MAX_LENT]
+            finally:
+                self._tree.release()
 
-    def _collect(self) -> Tuple[Tensors, Tensors]:
-        found = None if self._tree is None else self._tree.collect()
-        if found is None:
-            self._rebuild()
-            found = self._tree.collect()
-        return found
-
-    def _rebuild(self) -> None:
+    def _rebuild(self, root: nn.Module) -> None:
         """The module tree is new, or not what it was: forget all that was made of the old one."""
-        module = self._module()
-        _check_scripted(module)
-        self._base = tuple(module.modules())
-        self._fresh = any(_replicates_itself(each) for each in self._base)
-        self._tree = _WalkedTree(self._base) if self._fresh else _C.Tree(self._base)
+        _check_scripted(root)
+        base = tuple(root.modules())
+        self._fresh = any(_replicates_itself(each) for each in base)
+        self._tree = _WalkedTree(base) if self._fresh else _C.Tree(base)
         self._plans, self._idle, self._lent = {}, [], []
+        if not self._tree.hold(root):
+            raise RuntimeError("the module was changed by another thread while it was replicated")
 
     def _plan(
-        self, tensors: Tensors, parameter_count: int, ranks: int, differentiable: bool
+        self,
+        root: nn.Module,
+        tensors: Tensors,
+        parameter_count: int,
+        ranks: int,
+        differentiable: bool,
     ) -> Plan:
-        description = _described(tensors, self._base, self._devices[0])
+        description = _described(tensors, root, self._devices[0])
         plan = self._plans.get((ranks, differentiable))
         if plan is None or plan.description != description:
             check_home(tensors, self._devices[0])
@@ -272,14 +284,14 @@ class Replicator:
             self._plans[ranks, differentiable] = plan
         return plan
 
-    def _take_set(self) -> ReplicaSet:
+    def _take_set(self, root: nn.Module) -> ReplicaSet:
         if self._idle:
             return self._idle.pop()
         for replicas in self._lent:
             if replicas.empty_if_idle():
                 self._lent.remove(replicas)
                 return replicas
-        return ReplicaSet(self._tree, self._base)
+        return ReplicaSet(self._tree, root)
 
     def forget(self) -> None:
         """In a forked child: another thread of the parent may have held the lock."""
@@ -307,15 +319,13 @@ def check_home(tensors: Iterable[torch.Tensor], home: torch.device) -> None:
             )
 
 
-def _described(
-    tensors: Tensors, base: Tuple[nn.Module, ...], home: torch.device
-) -> bytes:
+def _described(tensors: Tensors, root: nn.Module, home: torch.device) -> bytes:
     try:
         return _C.describe(tensors)
     except Exception:
         check_home(tensors, home)
         # A lazy module that has not run yet says so itself, in torch's words.
-        for module in base:
+        for module in root.modules():
             if _replicates_itself(module):
                 module._replicate_for_data_parallel()
         raise
@@ -332,20 +342,21 @@ def _check_scripted(module: nn.Module) -> None:
 
 
 def _fresh_replicas(
-    base: Tuple[nn.Module, ...],
+    root: nn.Module,
     parameters: Tensors,
     buffers: Tensors,
     rows: Sequence[Tuple[Tensors, Tensors]],
 ) -> List[nn.Module]:
     """New replica modules, each made by its module's own `_replicate_for_data_parallel`."""
     roots = []
+    base = tuple(root.modules())
     for parameter_copies, buffer_copies in rows:
         copy_of = {id(t): copy for t, copy in zip(parameters, parameter_copies)}
         copy_of.update((id(t), copy) for t, copy in zip(buffers, buffer_copies))
         replica_of = {id(module): module._replicate_for_data_parallel() for module in base}
         for module in base:
             _fill_fresh(module, replica_of[id(module)], replica_of, copy_of)
-        roots.append(replica_of[id(base[0])])
+        roots.append(replica_of[id(root)])
     return roots
 
 

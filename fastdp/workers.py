@@ -183,9 +183,22 @@ os.register_at_fork(after_in_child=_forget_all)
 def run_jobs(teams: Teams, runs: Sequence[Callable[[], Any]], devices: Sequence[Any]) -> List[Any]:
     """Runs each on a thread of its own, the first on this one, and gives their results. All finish
     before the first error, by rank, is raised."""
+    jobs = _finished_jobs(teams, runs, devices)
+    error = next((job.error for job in jobs if job.error is not None), None)
+    if error is None:
+        return [job.result for job in jobs]
+    del jobs
+    try:
+        raise error
+    finally:
+        del error  # a frame that names its own exception is a cycle
+
+
+def _finished_jobs(
+    teams: Teams, runs: Sequence[Callable[[], Any]], devices: Sequence[Any]
+) -> List[Job]:
     state = ThreadState() if len(runs) > 1 else None
     jobs = [Job(run, i, device, state) for i, (run, device) in enumerate(zip(runs, devices))]
-    del runs
     team = teams.take(len(jobs) - 1) if len(jobs) > 1 else None
     try:
         for i, job in enumerate(jobs[1:]):
@@ -200,11 +213,4 @@ def run_jobs(teams: Teams, runs: Sequence[Callable[[], Any]], devices: Sequence[
         raise
     if team is not None:
         teams.give_back(team)
-    error = next((job.error for job in jobs if job.error is not None), None)
-    if error is not None:
-        del jobs
-        try:
-            raise error
-        finally:
-            del error  # a frame that names its own exception is a cycle
-    return [job.result for job in jobs]
+    return jobs

@@ -4,6 +4,8 @@ replicate, parallel_apply, gather) are methods, as there, and a subclass may ove
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import weakref
 from itertools import chain
@@ -136,10 +138,23 @@ class DataParallel(nn.DataParallel):
             self.module.to(self.src_device_obj)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" in sys.modules:
+            # torch.compile of something around this wrapper stops at its edge: neither the moves nor
+            # replicas on several threads can be traced.
+            return _untraced_forward()(self, *inputs, **kwargs)
+        return self._forward(*inputs, **kwargs)
+
+    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             if not self.device_ids or self.__dict__.get("_is_replica"):
                 # As a part of a replica of something else, this wrapper's work is done already.
                 return self.module(*inputs, **kwargs)
+            if _torch_compat.inside_function_transform():
+                raise RuntimeError(
+                    "DataParallel cannot run inside a torch.func transform (grad, vjp, jvp, vmap): "
+                    "copies between devices have no rules for them. Call the module itself there, "
+                    "or use torch.autograd"
+                )
             rows, named = self.scatter(inputs, kwargs, self.device_ids)
             if not rows and not named:
                 # A forward without arguments runs once, on the first device.
@@ -150,12 +165,12 @@ class DataParallel(nn.DataParallel):
             runtime = self._runtime()
             depth = len(runtime.leases())
             try:
-                outputs = self._apply(rows, named)
+                outputs = self._run_replicas(rows, named)
                 return self.gather(outputs, self.output_device)
             finally:
                 runtime.close_above(depth)
 
-    def _apply(self, rows: Sequence[Any], named: Sequence[Any]) -> List[Any]:
+    def _run_replicas(self, rows: Sequence[Any], named: Sequence[Any]) -> List[Any]:
         """In a frame of its own: none but user code holds a replica once it returns."""
         replicas = self.replicate(self.module, self.device_ids[: len(rows)])
         return self.parallel_apply(replicas, rows, named)
@@ -204,6 +219,11 @@ class DataParallel(nn.DataParallel):
         state = self.__dict__.copy()
         state.pop("_fastdp_runtime", None)
         return state
+
+
+@functools.lru_cache(maxsize=None)
+def _untraced_forward() -> Any:
+    return torch.compiler.disable(DataParallel._forward)
 
 
 def _choose_devices(device_ids: Optional[Sequence[Any]]) -> Tuple[torch.device, ...]:
