@@ -226,8 +226,8 @@ static int read_copy(PyObject *value, export_request *request) {
   return is_true < 0 ? -1 : 0;
 }
 
-/* The protocol's numbers: -1 no ordering, 1 or None the legacy default stream, 2 the per-thread
- * one (whose handle is that number too); 0 is forbidden. On the host only None and -1 mean anything. */
+/* The protocol's numbers: -1 no ordering, 1 or None the legacy default stream, 2 the per-thread one
+ * (whose handle is that number too); 0 is forbidden. On the host only None and -1 mean anything. */
 static int read_stream(PyObject *value, fdp_device_id own, export_request *request) {
   int64_t number = 1;
 

@@ -1,5 +1,5 @@
-/* The type Array: memory of the core's own that other libraries take over as DLPack. The memory lives
- * until the Array and all that was exported from it have gone; the last of them may go on any
+/* The type Array: memory of the core's own that other libraries take over as DLPack. The memory
+ * lives until the Array and all that was exported from it have gone; the last of them may go on any
  * thread, without the GIL. Written and read on the framework's current stream. */
 #ifndef FDP_PY_ARRAY_H
 #define FDP_PY_ARRAY_H

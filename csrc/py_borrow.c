@@ -71,8 +71,8 @@ static int fill_view(const DLTensor *tensor, const fdp_py_argument *argument, fd
   return 0;
 }
 
-/* A table that gave no view: the kind of the tensor if it is a known one, else the producer's words.
- * Replaces the error that is set. */
+/* A table that gave no view: the kind of the tensor if it is a known one, else the producer's
+ * words. Replaces the error that is set. */
 static int refuse_failed(const fdp_py_producer *producer, PyObject *object,
                          const fdp_py_argument *argument) {
   if (producer->is_torch) {

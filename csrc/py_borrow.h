@@ -1,7 +1,7 @@
 /* Borrowing the tensors of one call: views for the core, and what has to be given back afterwards.
- * A view is good until fdp_py_borrower_close, as long as the caller holds the objects: whoever calls
- * a function holds its arguments, and tuples cannot change, so nothing else is kept. Shapes and
- * strides are copied at once. Needs the GIL; the core may use the views without it. */
+ * A view is good until fdp_py_borrower_close, as long as the caller holds the objects: whoever
+ * calls a function holds its arguments, and tuples cannot change, so nothing else is kept. Shapes
+ * and strides are copied at once. Needs the GIL; the core may use the views without it. */
 #ifndef FDP_PY_BORROW_H
 #define FDP_PY_BORROW_H
 
@@ -45,7 +45,7 @@ void fdp_py_borrower_open(fdp_py_borrower *borrower, fdp_py_state *state);
 /* Gives everything back; safe after a failure, and keeps an error that is set. */
 void fdp_py_borrower_close(fdp_py_borrower *borrower);
 
-/* One argument. `intent` is a sum of fdp_py_intent. 0, or -1 with an error that names `argument`. */
+/* One argument; `intent` is a sum of fdp_py_intent. 0, or -1 with an error that names `argument`. */
 int fdp_py_borrow(fdp_py_borrower *borrower, PyObject *object, int intent,
                   const fdp_py_argument *argument, fdp_view *view);
 

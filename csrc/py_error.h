@@ -25,8 +25,8 @@ PyObject *fdp_py_raise(fdp_py_state *state, fdp_status status);
 /* Raises `type` with "<argument>: <message>" (PyErr_Format's formats). Returns -1. */
 int fdp_py_refuse(PyObject *type, const fdp_py_argument *argument, const char *format, ...);
 
-/* Puts the argument's name before an error that its producer raised: BufferError stays one, any other
- * becomes TypeError; MemoryError and what is no Exception pass as they are. Returns -1. */
+/* Puts the argument's name before an error that its producer raised: BufferError stays one, any
+ * other becomes TypeError; MemoryError and what is no Exception pass as they are. Returns -1. */
 int fdp_py_refuse_cause(const fdp_py_argument *argument);
 
 /* Checks the number of positional arguments. 0, or -1 with TypeError set. */

@@ -15,8 +15,8 @@ static int logging_level(fdp_log_level level) {
   return 0;
 }
 
-/* May be called on any thread, with or without the GIL. Whoever holds the GIL never waits for a lock
- * that the core logs under: all calls that can block are made without it. */
+/* May be called on any thread, with or without the GIL. Whoever holds the GIL never waits for a
+ * lock that the core logs under: all calls that can block are made without it. */
 static void log_sink(void *unused, fdp_log_level level, const char *message) {
   PyGILState_STATE gil;
   PyObject *former_error;

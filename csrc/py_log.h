@@ -1,5 +1,5 @@
-/* Messages of the core (log.h) go to Python's `logging`, to the logger "fastdp", up to the level that
- * FASTDP_LOG asks for. */
+/* Messages of the core (log.h) go to Python's `logging`, to the logger "fastdp", up to the level
+ * that FASTDP_LOG asks for. */
 #ifndef FDP_PY_LOG_H
 #define FDP_PY_LOG_H
 

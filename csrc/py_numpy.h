@@ -1,6 +1,6 @@
-/* The bridge to fastdp._numpy, the one module built against NumPy's C API. It is a module of its own
- * because import_array fails where NumPy is absent: it is imported at the first NumPy argument. The
- * function travels in a capsule. Borrows; needs the GIL; touches no stream. */
+/* The bridge to fastdp._numpy, the one module built against NumPy's C API. It is a module of its
+ * own because import_array fails where NumPy is absent: it is imported at the first NumPy argument.
+ * The function travels in a capsule. Borrows; needs the GIL; touches no stream. */
 #ifndef FDP_PY_NUMPY_H
 #define FDP_PY_NUMPY_H
 

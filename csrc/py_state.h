@@ -1,6 +1,6 @@
-/* What the extension module keeps between calls: one struct for each module object, reached from the
- * module or from a type of it, so that there are no global variables. Its objects are owned by the
- * module (traverse and clear are in py_module.c). Read and written with the GIL held. */
+/* What the extension module keeps between calls: one struct for each module object, reached from
+ * the module or from a type of it, so that there are no global variables. Its objects are owned by
+ * the module (traverse and clear are in py_module.c). Read and written with the GIL held. */
 #ifndef FDP_PY_STATE_H
 #define FDP_PY_STATE_H
 

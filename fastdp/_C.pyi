@@ -1,11 +1,11 @@
 """The compiled core. Everything is positional; keywords and defaults live in the Python layer.
 
-`Producer` is anything that can be borrowed: a tensor whose type carries the DLPack exchange table, an
-object with `__dlpack__`, or a NumPy array. Nothing is kept after a call returns unless it says so.
-Refused, with an error that names the argument ("targets[1]: ..."): what is no tensor, and tensors
-without strided memory of their own (sparse, nested, quantized, meta, MKLDNN, uninitialized, subclasses
-with their own `__torch_dispatch__`) as TypeError; read-only ones where they would be written, a set
-conjugate or negative bit, as ValueError. `requires_grad` is no hindrance.
+`Producer` is anything that can be borrowed: a tensor whose type carries the DLPack exchange table,
+an object with `__dlpack__`, or a NumPy array. Nothing is kept after a call returns unless it says
+so. Refused, with an error that names the argument ("targets[1]: ..."): what is no tensor, and
+tensors without strided memory of their own (sparse, nested, quantized, meta, MKLDNN, uninitialized,
+subclasses with their own `__torch_dispatch__`) as TypeError; read-only ones where they would be
+written, a set conjugate or negative bit, as ValueError. `requires_grad` is no hindrance.
 """
 
 import builtins
@@ -51,8 +51,8 @@ def arm_fault(point: str, nth_call: int, /) -> None:
 def _use_exchange_table(use: bool, /) -> bool:
     """Tests: whether exchange tables are looked for on types. Gives the former setting."""
 
-# Verbs on whole tensors. Targets are written; they are contiguous or strided, never overlapping. The
-# first verb opens the core and connects its log to `logging` (logger "fastdp").
+# Verbs on whole tensors. Targets are written; they are contiguous or strided, never overlapping.
+# The first verb opens the core and connects its log to `logging` (logger "fastdp").
 def scatter(source: Producer, targets: Tuple[Producer, ...], dim: int, /) -> None: ...
 def gather(sources: Tuple[Producer, ...], target: Producer, dim: int, /) -> None: ...
 def broadcast(source: Producer, targets: Tuple[Producer, ...], /) -> None: ...
@@ -64,7 +64,7 @@ def borrow(tensors: Tuple[Producer, ...], /) -> int:
 
 def describe(tensors: Tuple[Producer, ...], /) -> bytes:
     """Shape, strides, dtype, device and requires_grad of each tensor in one opaque string: equal
-    strings, equal descriptions. Addresses are not in it. A tensor that cannot be borrowed raises."""
+    strings, equal descriptions. Addresses are not in it. What cannot be borrowed raises."""
 
 def layout(
     tensor: Producer, /
@@ -121,8 +121,8 @@ class Handoff:
     def put(self, item: Any, /) -> None:
         """RuntimeError when an item is still in it, AbortedError when closed."""
     def take(self, timeout_s: float, /) -> Any:
-        """Waits at most `timeout_s` seconds (negative: for ever); TimeoutError, AbortedError. On the
-        main thread signals are looked at while waiting, so Ctrl-C raises KeyboardInterrupt."""
+        """Waits at most `timeout_s` seconds (negative: for ever); TimeoutError, AbortedError. On
+        the main thread signals are looked at while waiting, so Ctrl-C raises KeyboardInterrupt."""
     def close(self) -> None:
         """Wakes whoever waits with AbortedError; an item that is in it can still be taken."""
 
@@ -131,8 +131,8 @@ class Tree:
     def __init__(self, modules: Tuple[Any, ...], /) -> None:
         """All modules, the root first, each once."""
     def collect(self) -> Optional[Tuple[Tuple[Any, ...], Tuple[Any, ...]]]:
-        """(parameters, buffers): the distinct tensors of the tree as they are now, in order of first
-        appearance. None when the tree is no longer the one it was made of."""
+        """(parameters, buffers): the distinct tensors of the tree as they are now, in order of
+        first appearance. None when the tree is no longer the one it was made of."""
     def release(self) -> None:
         """Drops the tensors that collect() found, once all replicas are refreshed."""
 

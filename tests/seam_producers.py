@@ -1,5 +1,6 @@
-"""Tensor producers made by hand with ctypes, so that the seam's tests reach what torch and NumPy never
-do: legacy capsules, wrong versions, read-only flags, odd devices, exchange tables with holes."""
+"""Tensor producers made by hand with ctypes, so that the seam's tests reach what torch and NumPy
+never do: legacy capsules, wrong versions, read-only flags, odd devices, exchange tables with holes.
+"""
 
 import ctypes
 from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_uint8

@@ -1,4 +1,4 @@
-"""How tensors come in: the three ways, every dtype, every layout, and every refusal by its words."""
+"""How tensors come in: the three ways, every dtype, every layout, and refusals by their words."""
 
 import ctypes
 import re

@@ -1,5 +1,5 @@
-"""The module itself: what it says of the build, arguments of the verbs, errors, faults, counters, log,
-and a forked child."""
+"""The module itself: what it says of the build, arguments of the verbs, errors, faults, counters,
+log, and a forked child."""
 
 import os
 import subprocess
@@ -59,7 +59,7 @@ ones = torch.ones
         (lambda: _C.scatter(ones(2), (), 1 << 40), ValueError, f"dim: {1 << 40} is out of range"),
         (lambda: _C.scatter(ones(2), (), "0"), TypeError, "integer"),
         (lambda: _C.gather((), ones(2), 1.5), TypeError, "integer"),
-        (lambda: _C.scatter(ones(2), [ones(2)], 0), TypeError, "targets: expected a tuple, got list"),
+        (lambda: _C.scatter(ones(2), [1], 0), TypeError, "targets: expected a tuple, got list"),
         (lambda: _C.reduce(ones(2), ones(2)), TypeError, "sources: expected a tuple, got Tensor"),
         (lambda: _C.borrow(None), TypeError, "tensors: expected a tuple, got NoneType"),
         (

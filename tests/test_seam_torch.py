@@ -51,7 +51,10 @@ def freed():
 
 
 NO_STRIDES = {
-    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "a nested tensor",
+    ),
     "coo": (lambda: torch.eye(3).to_sparse(), "a sparse tensor"),
     "csr": (lambda: torch.eye(3).to_sparse_csr(), "a sparse tensor"),
     "csc": (lambda: torch.eye(3).to_sparse_csc(), None),
@@ -76,7 +79,7 @@ def test_tensors_without_strided_memory(way, name):
 
 @pytest.mark.parametrize("make", [fake, lambda: Wrapper(torch.ones(3))], ids=["fake", "wrapper"])
 def test_subclasses_with_their_own_dispatch(way, make):
-    with pytest.raises(TypeError, match=r"^source: a tensor subclass with its own __torch_dispatch"):
+    with pytest.raises(TypeError, match=r"^source: a tensor subclass with its own __torch"):
         _C.broadcast(make(), (torch.empty(3),))
 
 
