@@ -113,12 +113,5 @@ fdp_status fdp_bucket_broadcast(fdp_context *context, const fdp_bucket *bucket,
                    (int64_t)segment_count * flat_count);
 done:
   free(segments);
-  if (stage.buffer) {
-    for (int32_t i = 0; i < flat_count && status != FDP_OK; ++i) {
-      fdp_endpoint_after(&party.others[i], &party.home); /* a part may still be reading */
-    }
-    fdp_status closed = fdp_stage_close(&stage);
-    if (status == FDP_OK) status = closed;
-  }
-  return status;
+  return fdp_stage_close(&stage, status, party.others, flat_count);
 }

@@ -136,10 +136,7 @@ static fdp_status run(const bucket_reduction *work, const fdp_party *party, fdp_
   fdp_counters_add(FDP_VERB_BUCKET_REDUCE, size_bytes, sum_count);
 done:
   for (int32_t r = 0; r < work->rank_count; ++r) {
-    /* After a failure the sums may still be reading. */
-    if (status != FDP_OK && stages[r].buffer) fdp_endpoint_after(&party->home, &party->others[r]);
-    fdp_status closed = fdp_stage_close(&stages[r]);
-    if (status == FDP_OK) status = closed;
+    status = fdp_stage_close(&stages[r], status, &party->home, 1);
   }
   return status;
 }

@@ -89,13 +89,9 @@ static fdp_status run(const fdp_party *party, const fdp_view *sources, const fdp
   if (made_aside.buffer) FDP_TRY(put_away(target, &layout, sum.target, &party->home));
 done:
   for (int32_t i = 0; i < source_count; ++i) {
-    /* After a failure the sum may still be reading. */
-    if (status != FDP_OK && stages[i].buffer) fdp_endpoint_after(&party->home, &party->others[i]);
-    fdp_status closed = fdp_stage_close(&stages[i]);
-    if (status == FDP_OK) status = closed;
+    status = fdp_stage_close(&stages[i], status, &party->home, 1);
   }
-  fdp_status closed = fdp_stage_close(&made_aside);
-  return status == FDP_OK ? closed : status;
+  return fdp_stage_close(&made_aside, status, NULL, 0);
 }
 
 fdp_status fdp_reduce(fdp_context *context, const fdp_view *sources,

@@ -1,6 +1,7 @@
 #include "stage.h"
 
 #include <assert.h>
+#include <stdio.h>
 
 int64_t fdp_stage_room_bytes(int64_t size_bytes) {
   int64_t mask = FDP_ALIGNMENT_BYTES - 1;
@@ -28,9 +29,16 @@ fdp_status fdp_stage_run(const fdp_stage *stage, const fdp_copy_list *list) {
   return device->ops->copy_strided(device, stage->endpoint.stream, list->copies, list->count);
 }
 
-fdp_status fdp_stage_close(fdp_stage *stage) {
+fdp_status fdp_stage_close(fdp_stage *stage, fdp_status status, const fdp_endpoint *readers,
+                           int32_t reader_count) {
   fdp_buffer *buffer = stage->buffer;
+  const fdp_endpoint *endpoint = &stage->endpoint;
   stage->buffer = NULL;
-  if (!buffer) return FDP_OK;
-  return fdp_pool_give(stage->endpoint.pool, buffer, stage->endpoint.stream);
+  if (!buffer) return status;
+  if (status == FDP_OK) return fdp_pool_give(endpoint->pool, buffer, endpoint->stream);
+  char message[FDP_MESSAGE_BYTES]; /* of the failure that matters */
+  snprintf(message, sizeof message, "%s", fdp_last_message());
+  for (int32_t i = 0; i < reader_count; ++i) fdp_endpoint_after(&readers[i], endpoint);
+  fdp_pool_give(endpoint->pool, buffer, endpoint->stream);
+  return fdp_fail(status, "%s", message);
 }
