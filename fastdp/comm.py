@@ -19,8 +19,9 @@ Autograd: `scatter`, `gather`, `broadcast` and `reduce_add` are differentiable, 
 forward mode; the coalesced ones give detached results. `out=` takes no input that requires grad.
 
 Where this differs from `torch.nn.parallel.comm`: complex tensors stay complex (torch returns real
-views with a last dimension of 2); arrays of different dtypes are refused, not converted; mistakes
-are ValueError, TypeError and IndexError instead of RuntimeError.
+views with a last dimension of 2) and may be lazily conjugated; `broadcast` keeps strides and is
+differentiable with NCCL too, and so is `gather`; arrays of different dtypes are refused, not
+converted; mistakes are ValueError, TypeError and IndexError instead of RuntimeError.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""fastdp.comm on torch tensors: every verb over devices, lengths, dtypes and layouts, against chunk,
+"""fastdp.comm on torch tensors: every verb over devices, lengths, dtypes, layouts, against chunk,
 cat and sum of torch. Equality is by bits."""
 
 import doctest
@@ -131,7 +131,10 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("kinds", [["channels"] * 2, ["rows"] * 2, ["channels", "rows"]], ids=str)
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 3, 4, 5), (1, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1), (3, 1, 1, 1)],
+)
 def test_gather_keeps_the_common_memory_format(kinds, shape):
     sources = [torch.randn(shape).contiguous(memory_format=FORMATS[kind]) for kind in kinds]
     for dim in range(4):
