@@ -4,7 +4,6 @@ replicate, parallel_apply, gather) are methods, as there, and a subclass may ove
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import weakref
@@ -221,9 +220,14 @@ class DataParallel(nn.DataParallel):
         return state
 
 
-@functools.lru_cache(maxsize=None)
+_untraced: Any = None
+
+
 def _untraced_forward() -> Any:
-    return torch.compiler.disable(DataParallel._forward)
+    global _untraced
+    if _untraced is None:
+        _untraced = torch.compiler.disable(DataParallel._forward)
+    return _untraced
 
 
 def _choose_devices(device_ids: Optional[Sequence[Any]]) -> Tuple[torch.device, ...]:
