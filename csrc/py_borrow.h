@@ -45,7 +45,7 @@ void fdp_py_borrower_open(fdp_py_borrower *borrower, fdp_py_state *state);
 /* Gives everything back; safe after a failure, and keeps an error that is set. */
 void fdp_py_borrower_close(fdp_py_borrower *borrower);
 
-/* One argument; `intent` is a sum of fdp_py_intent. 0, or -1 with an error that names `argument`. */
+/* One argument; `intent` is a sum of fdp_py_intent. 0, or -1 with an error that names it. */
 int fdp_py_borrow(fdp_py_borrower *borrower, PyObject *object, int intent,
                   const fdp_py_argument *argument, fdp_view *view);
 

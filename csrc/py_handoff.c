@@ -14,9 +14,8 @@
 typedef struct py_handoff {
   PyObject_HEAD
   fdp_handoff slot;
-  /* What traverse shows to the garbage collector. The reference itself is the slot's; this may for
-   * a moment name an item that a taker holds already, which is harmless: the taker holds self too.
-   *  */
+  /* What traverse shows to the garbage collector. The reference itself is the slot's. For a moment
+   * this may name an item that a taker has already, which is harmless: the taker holds self too. */
   PyObject *inside;
   atomic_flag putting; /* handoff.h allows one producer and one consumer */
   atomic_flag taking;

@@ -178,9 +178,10 @@ def test_memory_is_given_back():
 
     touch([])
     before = resident_kib()
-    for _ in range(100):
+    for _ in range(200):
         touch([])
-    assert resident_kib() - before < 64 * 1024  # 100 leaks would be 400 MiB and more
+    # 200 leaks would be 800 MiB and more; the address sanitizer keeps 256 MiB of what was freed.
+    assert resident_kib() - before < 400 * 1024
 
 
 def test_last_user_on_another_thread():

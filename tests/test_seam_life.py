@@ -149,10 +149,10 @@ def test_resident_memory_of_many_large_calls():
 
     run()
     before = resident_kib()
-    for _ in range(500):
+    for _ in range(2000):
         run()
-    # One leak of the views alone would be 400 kB a call.
-    assert resident_kib() - before < 32 * 1024
+    # A leak of the views alone would be 800 MB; the address sanitizer keeps 256 MB of what is freed.
+    assert resident_kib() - before < 400 * 1024
 
 
 def test_tensors_are_not_kept():
