@@ -77,21 +77,28 @@ def apply_modules(
     if kwargs is None:
         kwargs = [{} for _ in modules]
     runs = [
-        _Call(module, given if isinstance(given, (list, tuple)) else (given,), named)
-        for module, given, named in zip(modules, inputs, kwargs)
+        _Call(module, given if isinstance(given, (list, tuple)) else (given,), named, device)
+        for module, given, named, device in zip(modules, inputs, kwargs, devices)
     ]
     return run_jobs(teams, runs, devices)
 
 
 class _Call:
-    """One replica's forward."""
+    """One replica's forward, on its device and on the stream that is current there for the caller."""
 
-    __slots__ = ("module", "inputs", "kwargs")
+    __slots__ = ("module", "inputs", "kwargs", "stream")
 
-    def __init__(self, module: nn.Module, inputs: Any, kwargs: Dict[str, Any]) -> None:
+    def __init__(
+        self, module: nn.Module, inputs: Any, kwargs: Dict[str, Any], device: torch.device
+    ) -> None:
         self.module = module
         self.inputs = inputs
         self.kwargs = kwargs
+        on_gpu = device.type == "cuda"
+        self.stream = torch.cuda.current_stream(device) if on_gpu else None
 
     def __call__(self) -> Any:
-        return self.module(*self.inputs, **self.kwargs)
+        if self.stream is None:
+            return self.module(*self.inputs, **self.kwargs)
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+            return self.module(*self.inputs, **self.kwargs)

@@ -12,6 +12,7 @@ from typing import Any, List, Optional, Sequence, Tuple
 import torch
 
 from . import _C, _torch_compat
+from .streams import Communication
 
 
 class Bucket:
@@ -21,6 +22,7 @@ class Bucket:
         tensors: the tensors as they are now: their shapes, strides and dtype make the plan.
         places: where each stands in the list that it was taken from.
         parameters: for each, whether its copies are `nn.Parameter`s.
+        communication: the streams that its moves run on; its devices are those of all ranks.
         devices: of the ranks; the first is the home, where the tensors lie.
         unused_grad: "zero" or "none": the gradient of a tensor that took part in nothing.
     """
@@ -31,8 +33,10 @@ class Bucket:
         places: Sequence[int],
         parameters: Sequence[bool],
         devices: Sequence[torch.device],
+        communication: Communication,
         unused_grad: str,
     ) -> None:
+        self.communication = communication
         self.places = tuple(places)
         self.parameters = tuple(parameters)
         self.devices = tuple(devices)
@@ -57,12 +61,16 @@ class Bucket:
             ]
         return slots
 
-    def copies(self, tensors: Sequence[Optional[torch.Tensor]], home: bool) -> List[torch.Tensor]:
+    def with_zeros(self, tensors: Sequence[Optional[torch.Tensor]]) -> Sequence[torch.Tensor]:
+        """One tensor per slot, zeros where there is None."""
+        if all(tensor is not None for tensor in tensors):
+            return tensors
+        zeros = self._slots_of_sums(((None,) * self.count,))
+        return [zero if tensor is None else tensor for zero, tensor in zip(zeros, tensors)]
+
+    def copies(self, tensors: Sequence[torch.Tensor], home: bool) -> List[torch.Tensor]:
         """The tensors once for each rank, rank by rank. With `home` rank 0 gets the tensors
-        themselves, parameters and differentiable ones under new names; without it, copies in which
-        None counts as zero."""
-        if any(tensor is None for tensor in tensors):
-            return self._slots_of_sums((tuple(tensors),)) * len(self.devices)
+        themselves, parameters and differentiable ones under new names; without it, copies."""
         if self.dtype.is_complex:
             tensors = [tensor.resolve_conj() for tensor in tensors]
         ranks = self.devices[1:] if home else self.devices
@@ -148,6 +156,7 @@ def make_buckets(
     tensors: Sequence[torch.Tensor],
     parameter_count: int,
     devices: Sequence[torch.device],
+    communication: Communication,
     limit_bytes: int,
     unused_grad: str,
 ) -> List[Bucket]:
@@ -171,6 +180,7 @@ def make_buckets(
             group,
             [place < parameter_count for place in group],
             devices,
+            communication,
             unused_grad,
         )
         for group in groups

@@ -17,7 +17,7 @@ from typing import Any, Optional, Sequence, Tuple
 import torch
 from torch.autograd import Function
 
-from . import _torch_compat, moves
+from . import _torch_compat, moves, streams
 from .arrays import TORCH
 from .buckets import Bucket
 
@@ -38,8 +38,11 @@ def scatter_tensor(tensor: torch.Tensor, devices: Sequence[torch.device], dim: i
     sizes = [piece.size(dim) for piece in tensor.detach().chunk(len(devices), dim)]
     dim = dim % tensor.dim()
     if _needs_node((tensor,)):
-        return Scatter.apply(tuple(devices), tuple(sizes), dim, tensor)
-    return moves.scatter(TORCH, TORCH.source(tensor, "inputs"), devices, sizes, dim)
+        pieces = Scatter.apply(tuple(devices), tuple(sizes), dim, tensor)
+    else:
+        pieces = moves.scatter(TORCH, TORCH.source(tensor, "inputs"), devices, sizes, dim)
+    streams.hold_pinned(tensor, devices)
+    return pieces
 
 
 class Scatter(Function):
@@ -47,12 +50,14 @@ class Scatter(Function):
 
     @staticmethod
     def forward(ctx: Any, devices: Any, sizes: Any, dim: int, tensor: torch.Tensor) -> Tensors:
-        ctx.dim, ctx.home = dim, tensor.device
+        ctx.dim, ctx.home, ctx.node_device = dim, tensor.device, devices[0]
+        ctx.compute = streams.Snapshot((*devices, tensor.device))
         return moves.scatter(TORCH, TORCH.source(tensor, "inputs"), devices, sizes, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, None, None, _gathered(gradients, ctx.home, ctx.dim)
+        with ctx.compute.in_backward(ctx.node_device):
+            return None, None, None, _gathered(gradients, ctx.home, ctx.dim)
 
 
 class Gather(Function):
@@ -65,15 +70,18 @@ class Gather(Function):
         ctx.dim, ctx.token_count = dim, len(tensors) - count
         ctx.devices = tuple(tensor.device for tensor in tensors[:count])
         ctx.sizes = tuple(tensor.size(dim) for tensor in tensors[:count])
+        ctx.node_device = device
+        ctx.compute = streams.Snapshot((*ctx.devices, device))
         return _joined(tensors[:count], device, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            pieces = Scatter.apply(ctx.devices, ctx.sizes, ctx.dim, gradient)
-        else:
-            source = TORCH.source(gradient, "gradient")
-            pieces = moves.scatter(TORCH, source, ctx.devices, ctx.sizes, ctx.dim)
+        with ctx.compute.in_backward(ctx.node_device):
+            if torch.is_grad_enabled():
+                pieces = Scatter.apply(ctx.devices, ctx.sizes, ctx.dim, gradient)
+            else:
+                source = TORCH.source(gradient, "gradient")
+                pieces = moves.scatter(TORCH, source, ctx.devices, ctx.sizes, ctx.dim)
         return (None, None, None, *pieces, *(None,) * ctx.token_count)
 
 
@@ -141,11 +149,13 @@ class Broadcast(Function):
     def forward(ctx: Any, bucket: Bucket, home: bool, *tensors: torch.Tensor) -> Tensors:
         ctx.set_materialize_grads(False)
         ctx.bucket = bucket
+        ctx.compute = bucket.communication.snapshot()
         return (*bucket.copies(tensors, home), torch.empty(0, device=bucket.device))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Optional[torch.Tensor]) -> Any:
-        return (None, None, *_reduced(ctx.bucket, gradients[:-1]))
+        with ctx.bucket.communication.in_backward(ctx.compute, gradients):
+            return (None, None, *_reduced(ctx.bucket, gradients[:-1]))
 
 
 class Reduce(Function):
@@ -155,15 +165,18 @@ class Reduce(Function):
     @staticmethod
     def forward(ctx: Any, bucket: Bucket, *gradients: Optional[torch.Tensor]) -> Gradients:
         ctx.bucket = bucket
+        ctx.compute = bucket.communication.snapshot()
         ctx.present = [gradient is not None for gradient in gradients]
         return bucket.sums(gradients)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            copies = Broadcast.apply(ctx.bucket, False, *gradients)[:-1]
-        else:
-            copies = ctx.bucket.copies(gradients, False)
+        gradients = ctx.bucket.with_zeros(gradients)
+        with ctx.bucket.communication.in_backward(ctx.compute, gradients):
+            if torch.is_grad_enabled():
+                copies = Broadcast.apply(ctx.bucket, False, *gradients)[:-1]
+            else:
+                copies = ctx.bucket.copies(gradients, False)
         return (None, *(copy if there else None for copy, there in zip(copies, ctx.present)))
 
 

@@ -24,6 +24,7 @@ from . import _C, _torch_compat
 from .buckets import Bucket, make_buckets
 from .devices import parse_devices
 from .functions import Broadcast
+from .streams import Communication
 
 __all__ = ["replicate"]
 
@@ -49,21 +50,24 @@ class Plan:
         self._reorder = itemgetter(*order) if len(order) > 1 else tuple
 
     def copies(
-        self, tensors: Tensors, differentiable: bool
+        self, tensors: Tensors, differentiable: bool, communication: Communication
     ) -> Tuple[List[Tuple[Tensors, Tensors]], Tensors]:
         """(parameters, buffers) of each rank, and the tokens of the broadcasts."""
         rows: List[List[torch.Tensor]] = [[] for _ in range(self.ranks)]
         tokens = []
+        communication.begin()
         for bucket in self.buckets:
             chosen = [tensors[place] for place in bucket.places]
-            if differentiable and bucket.requires_grad or _torch_compat.forward_mode_active():
-                copies = Broadcast.apply(bucket, True, *chosen)
-                tokens.append(copies[-1])
-                _torch_compat.run_early(copies[-1].grad_fn)
-            else:
-                copies = bucket.copies(chosen, True)
+            with communication.current():
+                if differentiable and bucket.requires_grad or _torch_compat.forward_mode_active():
+                    copies = Broadcast.apply(bucket, True, *chosen)
+                    tokens.append(copies[-1])
+                    _torch_compat.run_early(copies[-1].grad_fn)
+                else:
+                    copies = bucket.copies(chosen, True)
             for rank, row in enumerate(rows):
                 row.extend(copies[rank * bucket.count : (rank + 1) * bucket.count])
+        communication.deliver()
         ordered = [self._reorder(row) if self._in_order else tuple(row) for row in rows]
         cut = self.parameter_count
         keeps_none = any(bucket.keeps_none for bucket in self.buckets)
@@ -204,6 +208,7 @@ class Replicator:
     ) -> None:
         self._module = weakref.ref(module)
         self._devices = tuple(devices)
+        self._communication = Communication(devices)
         self._bucket_bytes = bucket_bytes
         self._unused_grad = unused_grad
         self._lock = threading.RLock()
@@ -226,7 +231,7 @@ class Replicator:
                 differentiable = not detach and torch.is_grad_enabled()
                 plan = self._plan(root, tensors, len(parameters), ranks, differentiable)
                 with torch.set_grad_enabled(differentiable):
-                    rows, tokens = plan.copies(tensors, differentiable)
+                    rows, tokens = plan.copies(tensors, differentiable, self._communication)
                 if self._fresh:
                     return _fresh_replicas(root, parameters, buffers, rows), Lease(None, tokens)
                 replicas = self._take_set(root)
@@ -277,6 +282,7 @@ class Replicator:
                 tensors,
                 parameter_count,
                 self._devices[:ranks],
+                self._communication,
                 self._bucket_bytes,
                 self._unused_grad,
             )

@@ -1,0 +1,176 @@
+"""Streams: which one is current where, and what waits for what, on GPUs. On host replicas nothing here
+does anything.
+
+Rules. A forward runs on the streams that are current for its caller, one per device (the compute
+streams). Moves of the parameters run on communication streams, one per device, made current around
+the node's application, so that their backward runs there too; where all replicas share one GPU there
+is nothing to overlap and they run on the compute stream. A node that spans devices reads after its
+own stream *and* after the compute streams of the forward, and what it makes is ready on its own
+stream when its backward returns.
+
+Memory. A flat buffer belongs to the communication stream's pool in torch's allocator. Compute that
+read it was enqueued on a compute stream; before a communication stream is used again it waits for
+these (`Communication.begin`), so a block that the allocator hands out anew is never written early.
+Gradients belong to the compute streams' pools and are read by a communication stream: they are held
+until the compute stream has been told to wait for that read (`Communication.in_backward`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+
+_NOTHING: ContextManager[Any] = contextlib.nullcontext()
+
+# Buckets whose gradients are held before their compute streams wait for the reads.
+_MAX_RETIRING = 3
+
+
+def distinct(devices: Sequence[torch.device]) -> List[torch.device]:
+    """The GPUs among the devices, each once, in order."""
+    return [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+
+
+@contextlib.contextmanager
+def current(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    """Makes each the current stream of its device; the current device stays what it is."""
+    device = torch.cuda.current_device()
+    before = [torch.cuda.current_stream(stream.device) for stream in streams]
+    try:
+        for stream in streams:
+            torch.cuda.set_stream(stream)
+        torch.cuda.set_device(device)
+        yield
+    finally:
+        for stream in before:
+            torch.cuda.set_stream(stream)
+        torch.cuda.set_device(device)
+
+
+class Snapshot:
+    """The streams that are current on some devices now: a forward's compute streams, kept for its
+    backward."""
+
+    __slots__ = ("streams",)
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.streams = [torch.cuda.current_stream(device) for device in distinct(devices)]
+
+    def in_backward(self, home: torch.device) -> ContextManager[Any]:
+        """Around the move of a node's backward. `home` is the node's device, on which its stream is
+        current. On the other devices the forward's streams become current; they wait for the node's
+        stream, and for what this engine thread has there."""
+        others = [stream for stream in self.streams if stream.device != home]
+        if not others:
+            return _NOTHING
+        node = torch.cuda.current_stream(home) if home.type == "cuda" else None
+        for stream in others:
+            here = torch.cuda.current_stream(stream.device)
+            if here != stream:
+                stream.wait_stream(here)
+            if node is not None:
+                stream.wait_stream(node)
+        return current(others)
+
+
+class Communication:
+    """The communication streams of one wrapper, and what is still being read on them."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = distinct(devices)
+        self.home = devices[0]
+        # One GPU for all, or the host: everything on the caller's stream.
+        self.apart = len(self.devices) > 1
+        self._streams: List[torch.cuda.Stream] = []
+        self._used: Dict[Any, torch.cuda.Stream] = {}
+        self._retiring: List[Tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        """Before a forward's broadcasts: they wait for all compute that was enqueued so far, which
+        may still write the parameters or read flat buffers whose memory comes back now."""
+        if not self.apart:
+            return
+        if not self._streams:
+            self._streams = [torch.cuda.Stream(device, priority=-1) for device in self.devices]
+        for stream in self._compute_streams():
+            self._used[stream.cuda_stream, stream.device] = stream
+        for stream in self._used.values():
+            self._streams[self.devices.index(stream.device)].wait_stream(stream)
+        self._used = {
+            (stream.cuda_stream, stream.device): stream for stream in self._compute_streams()
+        }
+        self._release(0)
+
+    def _compute_streams(self) -> List[torch.cuda.Stream]:
+        return [torch.cuda.current_stream(device) for device in self.devices]
+
+    def current(self) -> ContextManager[Any]:
+        """Around a broadcast: the communication streams are current."""
+        return current(self._streams) if self.apart else _NOTHING
+
+    def deliver(self) -> None:
+        """After the broadcasts: compute waits for the copies."""
+        if self.apart:
+            for stream, compute in zip(self._streams, self._compute_streams()):
+                compute.wait_stream(stream)
+
+    def snapshot(self) -> Optional[Snapshot]:
+        """The compute streams, for a broadcast's backward."""
+        return Snapshot(self.devices) if self.apart else None
+
+    @contextlib.contextmanager
+    def in_backward(self, snapshot: Optional[Snapshot], gradients: Any) -> Iterator[None]:
+        """Around the reduction in a broadcast's backward. The node's stream is home's communication
+        stream; the others become current. All wait for the forward's compute streams, which made
+        the gradients, and for whatever the engine has ordered before this node."""
+        if snapshot is None or not self.apart:
+            yield
+            return
+        node = torch.cuda.current_stream(self.home)
+        streams = [node if s.device == self.home else s for s in self._streams]
+        for stream, compute in zip(streams, snapshot.streams):
+            stream.wait_stream(compute)
+            if stream is not node:
+                stream.wait_stream(torch.cuda.current_stream(stream.device))
+                stream.wait_stream(node)
+        with current(streams):
+            yield
+        self._retire(snapshot, streams, gradients)
+
+    def _retire(self, snapshot: Snapshot, streams: Any, gradients: Any) -> None:
+        """Holds the gradients of a few buckets; then their compute streams wait for the reads, long
+        over by then, and the memory may go back."""
+        reads = []
+        for stream, compute in zip(streams, snapshot.streams):
+            event = torch.cuda.Event()
+            event.record(stream)
+            reads.append((compute, event))
+        self._retiring.append((reads, gradients))
+        self._release(_MAX_RETIRING)
+
+    def _release(self, keep: int) -> None:
+        while len(self._retiring) > keep:
+            reads, _ = self._retiring.pop(0)
+            for compute, event in reads:
+                compute.wait_event(event)
+
+
+_held: List[Tuple[List[torch.cuda.Event], torch.Tensor]] = []
+
+
+def hold_pinned(tensor: torch.Tensor, devices: Sequence[torch.device]) -> None:
+    """Keeps a pinned host tensor until the copies from it, just enqueued on the current streams, have
+    run: torch's allocator of pinned memory knows nothing of them."""
+    global _held
+    targets = distinct(devices)
+    if not targets or tensor.device.type != "cpu" or not tensor.is_pinned():
+        return
+    events = []
+    for device in targets:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+    _held = [(e, t) for e, t in _held if not all(event.query() for event in e)]
+    _held.append((events, tensor))
