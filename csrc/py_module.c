@@ -18,23 +18,25 @@
 #include "py_tree.h"
 #include "py_verbs.h"
 
-/* The context is never closed: exported arrays and torch's threads may outlive the module, and a
- * device that hangs would hang the exit. A forked child has none of the parent's threads and may
- * have copied a locked mutex, so it starts a context of its own and forgets the parent's. */
+/* The context is the process's, not the module object's, and the one thing here that outlives the
+ * module: exported arrays may be freed after it, and closing a device that hangs would hang the
+ * exit. So it is never closed. A forked child has none of the parent's threads and may have copied
+ * a locked mutex: it starts a context of its own and forgets the parent's. */
 fdp_context *fdp_py_context(fdp_py_state *state) {
+  static fdp_context *process_context; /* guarded by the GIL, as is its owner's number */
+  static pid_t process;
   fdp_context *context = NULL;
-  pid_t pid = getpid();
   fdp_status status;
 
-  if (state->context != NULL && state->context_pid == pid) return state->context;
+  if (process_context != NULL && process == getpid()) return process_context;
   if (fdp_py_log_open(state) < 0) return NULL;
   status = fdp_context_open(&context);
   if (status != FDP_OK) {
     fdp_py_raise(state, status);
     return NULL;
   }
-  state->context = context;
-  state->context_pid = pid;
+  process_context = context;
+  process = getpid();
   return context;
 }
 

@@ -1,5 +1,5 @@
 /* What the extension module keeps between calls: one struct for each module object, reached from
- * the module or from a type of it, so that there are no global variables. Its objects are owned by
+ * the module or from a type of it (only the context is the process's). Its objects are owned by
  * the module (traverse and clear are in py_module.c). Read and written with the GIL held. */
 #ifndef FDP_PY_STATE_H
 #define FDP_PY_STATE_H
@@ -7,7 +7,6 @@
 #include "py_compat.h"
 
 #include <stdbool.h>
-#include <sys/types.h>
 
 #include "context.h"
 #include "dlpack.h"
@@ -53,8 +52,6 @@ typedef struct fdp_py_state {
   const DLPackExchangeAPI *stream_table; /* the first table seen that can tell streams, or NULL */
   fdp_py_numpy_borrow numpy_borrow;      /* NULL until the first NumPy argument */
 
-  fdp_context *context; /* NULL until the first verb; see fdp_py_context */
-  pid_t context_pid;
   unsigned long main_thread; /* identity of the interpreter's main thread */
 } fdp_py_state;
 

@@ -151,7 +151,7 @@ def test_resident_memory_of_many_large_calls():
     before = resident_kib()
     for _ in range(2000):
         run()
-    # A leak of the views alone would be 800 MB; the address sanitizer keeps 256 MB of what is freed.
+    # A leak of the views alone would be 800 MB; the address sanitizer keeps 256 MB of the freed.
     assert resident_kib() - before < 400 * 1024
 
 
