@@ -1,8 +1,9 @@
 /* The entry points of the kernels, once in plain C (ref.c, prefix fdp_ref_) and once in CUDA (*.cu,
  * prefix fdp_cuda_). A launcher asserts its assumptions, enqueues on `stream` (ref.c runs at once
  * and ignores it) and returns 0, or the runtime's error code. The argument arrays are read before
- * the launcher returns. No kernel knows of buckets, devices or Python. Same input, same bits: sums
- * run in source order, with no float atomics. */
+ * the launcher returns. The items of one call (copies, segments, sums) are independent: they run in
+ * no order. No kernel knows of buckets, devices or Python. Same input, same bits: sums run in source
+ * order, with no float atomics. */
 #ifndef FDP_KERNELS_H
 #define FDP_KERNELS_H
 

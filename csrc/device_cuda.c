@@ -1,0 +1,357 @@
+#include "device_cuda.h"
+
+#include <assert.h>
+#include <cuda_runtime_api.h>
+#include <inttypes.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "device_cuda_guard.h"
+#include "env.h"
+
+/* Oldest compute capability that the kernels are compiled for. */
+#define OLDEST_CAPABILITY 75
+
+typedef struct cuda_device {
+  fdp_cuda_device base;
+  int64_t timeout_ms;
+  _Atomic uint64_t reached_peers; /* bit per ordinal: peer access is enabled */
+} cuda_device;
+
+static int ordinal_of(const fdp_device *device) { return device->id.ordinal; }
+
+static void device_close(fdp_device *device) { free(device); }
+
+/* ---- memory ---- */
+
+static fdp_status fail_memory(fdp_device *device, size_t size_bytes) {
+  size_t free_bytes = 0, total_bytes = 0;
+  (void)cudaGetLastError();
+  if (cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess) (void)cudaGetLastError();
+  return fdp_fail(FDP_OUT_OF_MEMORY, "cuda:%d: no memory for %zu bytes: %zu of %zu bytes are free",
+                  ordinal_of(device), size_bytes, free_bytes, total_bytes);
+}
+
+static fdp_status memory_take(fdp_device *device, size_t size_bytes, void **address) {
+  fdp_cuda_guard guard;
+  void *taken = NULL;
+  fdp_status status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  /* Room for no bytes still has an address. */
+  cudaError_t code = cudaMalloc(&taken, size_bytes > 0 ? size_bytes : FDP_ALIGNMENT_BYTES);
+  if (code == cudaErrorMemoryAllocation) {
+    status = fail_memory(device, size_bytes);
+    fdp_cuda_guard_leave(&guard);
+    return status;
+  }
+  status = fdp_cuda_guard_finish(&guard, (int)code, "memory_take");
+  if (status != FDP_OK) return status;
+  assert((uintptr_t)taken % FDP_ALIGNMENT_BYTES == 0);
+  *address = taken;
+  return FDP_OK;
+}
+
+static void memory_drop(fdp_device *device, void *address) {
+  fdp_cuda_guard guard;
+  if (!address || fdp_cuda_guard_enter(&guard, device) != FDP_OK) return;
+  (void)fdp_cuda_guard_finish(&guard, (int)cudaFree(address), "memory_drop");
+}
+
+/* ---- host waits ---- */
+
+static int64_t now_ns(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static bool is_raised(const volatile int *flag) {
+  return flag && __atomic_load_n(flag, __ATOMIC_RELAXED) != 0;
+}
+
+static cudaError_t query_event(void *event) { return cudaEventQuery(event); }
+static cudaError_t query_stream(void *stream) { return cudaStreamQuery(stream); }
+
+/* Asks at once and again, with sleeps that grow from nothing to half a millisecond: short waits
+ * stay short, and long ones leave the processor alone. The device is current. */
+static fdp_status wait_for(fdp_device *device, cudaError_t (*query)(void *), void *handle,
+                           const char *what, int64_t timeout_ms,
+                           const volatile int *abort_flag) {
+  const int64_t longest_ns = 500000;
+  int64_t start_ns = now_ns();
+  for (int64_t pause_ns = 0;; pause_ns += pause_ns / 4 + 100) {
+    cudaError_t code = query(handle);
+    if (code != cudaErrorNotReady) return fdp_cuda_check(device, (int)code, what);
+    (void)cudaGetLastError();
+    if (is_raised(abort_flag)) {
+      return fdp_fail(FDP_ABORTED, "cuda:%d: %s: the wait was told to stop", ordinal_of(device),
+                      what);
+    }
+    if ((now_ns() - start_ns) / 1000000 >= timeout_ms) {
+      return fdp_fail(FDP_TIMED_OUT, "cuda:%d: %s: not done within %" PRId64 " ms",
+                      ordinal_of(device), what, timeout_ms);
+    }
+    if (pause_ns > longest_ns) pause_ns = longest_ns;
+    if (pause_ns > 2000) nanosleep(&(struct timespec){.tv_nsec = (long)pause_ns}, NULL);
+  }
+}
+
+/* ---- streams and events ---- */
+
+static fdp_status stream_open(fdp_device *device, fdp_stream **stream) {
+  fdp_cuda_guard guard;
+  cudaStream_t opened = NULL;
+  fdp_status status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  int code = (int)cudaStreamCreateWithFlags(&opened, cudaStreamNonBlocking);
+  if (code == cudaSuccess) *stream = (fdp_stream *)(void *)opened;
+  return fdp_cuda_guard_finish(&guard, code, "stream_open");
+}
+
+static void stream_close(fdp_device *device, fdp_stream *stream) {
+  fdp_cuda_guard guard;
+  if (!stream || fdp_cuda_guard_enter(&guard, device) != FDP_OK) return;
+  int64_t timeout_ms = ((cuda_device *)device)->timeout_ms;
+  (void)wait_for(device, query_stream, stream, "stream_close", timeout_ms, NULL);
+  int code = (int)cudaStreamDestroy((cudaStream_t)(void *)stream);
+  (void)fdp_cuda_guard_finish(&guard, code, "stream_close");
+}
+
+static fdp_status event_open(fdp_device *device, fdp_event **event) {
+  fdp_cuda_guard guard;
+  cudaEvent_t opened = NULL;
+  fdp_status status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  int code = (int)cudaEventCreateWithFlags(&opened, cudaEventDisableTiming);
+  if (code == cudaSuccess) *event = (fdp_event *)(void *)opened;
+  return fdp_cuda_guard_finish(&guard, code, "event_open");
+}
+
+static void event_close(fdp_device *device, fdp_event *event) {
+  fdp_cuda_guard guard;
+  if (!event || fdp_cuda_guard_enter(&guard, device) != FDP_OK) return;
+  int code = (int)cudaEventDestroy((cudaEvent_t)(void *)event);
+  (void)fdp_cuda_guard_finish(&guard, code, "event_close");
+}
+
+static fdp_status event_record(fdp_device *device, fdp_event *event, fdp_stream *stream) {
+  fdp_cuda_guard guard;
+  fdp_status status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  int code = (int)cudaEventRecord((cudaEvent_t)(void *)event, (cudaStream_t)(void *)stream);
+  return fdp_cuda_guard_finish(&guard, code, "event_record");
+}
+
+static fdp_status stream_wait(fdp_device *device, fdp_stream *stream, fdp_event *event) {
+  fdp_cuda_guard guard;
+  fdp_status status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  cudaEvent_t awaited = (cudaEvent_t)(void *)event;
+  int code = (int)cudaStreamWaitEvent((cudaStream_t)(void *)stream, awaited, 0);
+  return fdp_cuda_guard_finish(&guard, code, "stream_wait");
+}
+
+static fdp_status event_query(fdp_device *device, fdp_event *event, bool *passed) {
+  fdp_cuda_guard guard;
+  fdp_status status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  cudaError_t code = query_event(event);
+  *passed = code == cudaSuccess;
+  if (code == cudaErrorNotReady) {
+    (void)cudaGetLastError();
+    code = cudaSuccess;
+  }
+  return fdp_cuda_guard_finish(&guard, (int)code, "event_query");
+}
+
+static fdp_status event_synchronize(fdp_device *device, fdp_event *event, int64_t timeout_ms,
+                                    const volatile int *abort_flag) {
+  fdp_cuda_guard guard;
+  fdp_status status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  status = wait_for(device, query_event, event, "event_synchronize", timeout_ms, abort_flag);
+  fdp_cuda_guard_leave(&guard);
+  return status;
+}
+
+/* ---- work ---- */
+
+static fdp_status copy(fdp_device *device, fdp_stream *stream, void *target, const void *source,
+                       int64_t size_bytes) {
+  fdp_cuda_guard guard;
+  if (size_bytes == 0) return FDP_OK;
+  fdp_status status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  /* The addresses say which devices they are on: peers and pinned host memory too. */
+  int code = (int)cudaMemcpyAsync(target, source, (size_t)size_bytes, cudaMemcpyDefault,
+                                  (cudaStream_t)(void *)stream);
+  return fdp_cuda_guard_finish(&guard, code, "copy");
+}
+
+static fdp_status copy_strided(fdp_device *device, fdp_stream *stream,
+                               const fdp_strided_copy *copies, int32_t copy_count) {
+  fdp_cuda_guard guard;
+  fdp_status status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  int code = fdp_cuda_copy_strided(copies, copy_count, stream);
+  return fdp_cuda_guard_finish(&guard, code, "copy_strided");
+}
+
+static fdp_status pack(fdp_device *device, fdp_stream *stream, void *flat,
+                       const fdp_segment *segments, int32_t segment_count) {
+  fdp_cuda_guard guard;
+  fdp_status status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  int code = fdp_cuda_pack(flat, segments, segment_count, stream);
+  return fdp_cuda_guard_finish(&guard, code, "pack");
+}
+
+static fdp_status unpack(fdp_device *device, fdp_stream *stream, const void *flat,
+                         const fdp_segment *segments, int32_t segment_count) {
+  fdp_cuda_guard guard;
+  fdp_status status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  int code = fdp_cuda_unpack(flat, segments, segment_count, stream);
+  return fdp_cuda_guard_finish(&guard, code, "unpack");
+}
+
+static fdp_status sum(fdp_device *device, fdp_stream *stream, const fdp_sum *sums,
+                      int32_t sum_count) {
+  fdp_cuda_guard guard;
+  fdp_status status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  int code = fdp_cuda_sum(sums, sum_count, stream);
+  return fdp_cuda_guard_finish(&guard, code, "sum");
+}
+
+static const fdp_device_ops cuda_ops = {
+    .name = "cuda",
+    .close = device_close,
+    .memory_take = memory_take,
+    .memory_drop = memory_drop,
+    .stream_open = stream_open,
+    .stream_close = stream_close,
+    .event_open = event_open,
+    .event_close = event_close,
+    .event_record = event_record,
+    .stream_wait = stream_wait,
+    .event_query = event_query,
+    .event_synchronize = event_synchronize,
+    .copy = copy,
+    .copy_strided = copy_strided,
+    .pack = pack,
+    .unpack = unpack,
+    .sum = sum,
+};
+
+/* ---- opening ---- */
+
+/* Any driver of a CUDA major runs every minor of it. */
+static fdp_status fail_driver(int ordinal) {
+  int needed = CUDART_VERSION / 1000, found = 0;
+  (void)cudaDriverGetVersion(&found);
+  (void)cudaGetLastError();
+  if (found == 0) {
+    return fdp_fail(FDP_UNSUPPORTED,
+                    "cuda:%d: no NVIDIA driver found; this build needs one for CUDA %d.0 or newer",
+                    ordinal, needed);
+  }
+  return fdp_fail(FDP_UNSUPPORTED,
+                  "cuda:%d: the NVIDIA driver is too old: this build needs one for CUDA %d.0 or "
+                  "newer, found one for CUDA %d.%d",
+                  ordinal, needed, found / 1000, found % 1000 / 10);
+}
+
+static fdp_status check_ordinal(int ordinal) {
+  int count = 0;
+  cudaError_t code = cudaGetDeviceCount(&count);
+  if (code != cudaSuccess) (void)cudaGetLastError();
+  if (code == cudaErrorInsufficientDriver) return fail_driver(ordinal);
+  if (code == cudaErrorNoDevice || (code == cudaSuccess && count == 0)) {
+    return fdp_fail(FDP_UNSUPPORTED, "cuda:%d: this machine shows no NVIDIA GPU", ordinal);
+  }
+  if (code != cudaSuccess) {
+    return fdp_fail(FDP_DEVICE_ERROR, "cuda:%d: counting the GPUs: %s (%s)", ordinal,
+                    cudaGetErrorString(code), cudaGetErrorName(code));
+  }
+  if (ordinal < 0 || ordinal >= count) {
+    return fdp_fail(FDP_INVALID_ARGUMENT, "cuda:%d: there is no such GPU: ordinals are 0 to %d",
+                    ordinal, count - 1);
+  }
+  return FDP_OK;
+}
+
+static fdp_status check_capability(const fdp_device *device) {
+  int major = 0, minor = 0;
+  cudaError_t code =
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal_of(device));
+  if (code == cudaSuccess) {
+    code = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal_of(device));
+  }
+  if (code != cudaSuccess) return fdp_cuda_check(device, (int)code, "its compute capability");
+  if (10 * major + minor >= OLDEST_CAPABILITY) return FDP_OK;
+  return fdp_fail(FDP_UNSUPPORTED,
+                  "cuda:%d: compute capability %d.%d is too old: %d.%d or newer is needed",
+                  ordinal_of(device), major, minor, OLDEST_CAPABILITY / 10,
+                  OLDEST_CAPABILITY % 10);
+}
+
+fdp_status fdp_device_cuda_open(int32_t ordinal, fdp_device **device) {
+  cuda_device *opened = NULL;
+  fdp_status status;
+  FDP_TRY(check_ordinal(ordinal));
+  opened = calloc(1, sizeof *opened);
+  if (!opened) {
+    status = fdp_fail(FDP_OUT_OF_MEMORY, "cuda:%d: no host memory for a device", ordinal);
+    goto done;
+  }
+  fdp_device *base = &opened->base.base;
+  base->ops = &cuda_ops;
+  base->id = (fdp_device_id){FDP_DEVICE_CUDA, ordinal};
+  FDP_TRY(check_capability(base));
+  FDP_TRY(fdp_env_integer(FDP_ENV_TIMEOUT_MS, &opened->timeout_ms));
+  fdp_cuda_guard_prepare(&opened->base);
+  *device = base;
+  opened = NULL;
+done:
+  free(opened);
+  return status;
+}
+
+/* ---- peers ---- */
+
+fdp_status fdp_device_cuda_can_reach(fdp_device *device, int32_t peer_ordinal, bool *can) {
+  int answer = 1; /* itself */
+  cudaError_t code = cudaSuccess;
+  if (peer_ordinal != ordinal_of(device)) {
+    code = cudaDeviceCanAccessPeer(&answer, ordinal_of(device), peer_ordinal);
+  }
+  *can = code == cudaSuccess && answer != 0;
+  return fdp_cuda_check(device, (int)code, "asking for peer access");
+}
+
+fdp_status fdp_device_cuda_enable_peer(fdp_device *device, int32_t peer_ordinal) {
+  cuda_device *opened = (cuda_device *)device;
+  bool can = false;
+  if (peer_ordinal == ordinal_of(device)) return FDP_OK;
+  uint64_t bit = peer_ordinal >= 0 && peer_ordinal < 64 ? (uint64_t)1 << peer_ordinal : 0;
+  if (atomic_load(&opened->reached_peers) & bit) return FDP_OK;
+  fdp_status status = fdp_device_cuda_can_reach(device, peer_ordinal, &can);
+  if (status != FDP_OK) return status;
+  if (!can) {
+    return fdp_fail(FDP_UNSUPPORTED, "cuda:%d: cannot reach the memory of cuda:%d",
+                    ordinal_of(device), (int)peer_ordinal);
+  }
+  fdp_cuda_guard guard;
+  status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  cudaError_t code = cudaDeviceEnablePeerAccess(peer_ordinal, 0);
+  if (code == cudaErrorPeerAccessAlreadyEnabled) { /* by torch, say */
+    (void)cudaGetLastError();
+    code = cudaSuccess;
+  }
+  status = fdp_cuda_guard_finish(&guard, (int)code, "enabling peer access");
+  if (status == FDP_OK) atomic_fetch_or(&opened->reached_peers, bit);
+  return status;
+}
