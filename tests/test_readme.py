@@ -1,0 +1,138 @@
+"""README.md and ARCHITECTURE.md: their code runs, and what they name exists."""
+
+import inspect
+import re
+from pathlib import Path
+
+import fastdp
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "ARCHITECTURE.md")
+# Named by the pages, but made by the make targets, or another project's.
+ELSEWHERE = (".venv", "build/", "Python.h")
+
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PATH = re.compile(r"\.?[\w*-]+(/[\w.*-]*)+|[\w*-]+\.(py|md|c|h|cu|cuh|toml|txt)")
+
+
+def text_of(page):
+    return (ROOT / page).read_text()
+
+
+def blocks(page, language):
+    return [body for kind, body in FENCE.findall(text_of(page)) if kind == language]
+
+
+def spans(page):
+    """What stands between single backquotes, outside of fenced blocks."""
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", text_of(page)))
+
+
+def table_below(page, heading):
+    """The rows of the first table below a heading, cells without backquotes."""
+    section = text_of(page).split(f"\n{heading}\n", 1)[1]
+    lines = re.search(r"(^\|.*\n)+", section, re.MULTILINE)[0].splitlines()
+    rows = [re.split(r"(?<!\\)\|", line.strip("|")) for line in lines[2:]]
+    return [[cell.strip().strip("`").replace("\\|", "|") for cell in row] for row in rows]
+
+
+def run(code, name):
+    namespace = {"__name__": "__main__"}
+    exec(compile(code, name, "exec"), namespace)
+    return namespace
+
+
+PYTHON = [(page, body) for page in PAGES for body in blocks(page, "python")]
+
+
+@pytest.mark.parametrize("page, body", PYTHON, ids=[page for page, _ in PYTHON])
+def test_python_blocks_run(page, body):
+    if "numpy" in body:
+        pytest.importorskip("numpy")
+    run(body, page)
+
+
+def sides(diff):
+    lines = diff.splitlines()
+    before = [line[1:] for line in lines if not line.startswith("+")]
+    after = [line[1:] for line in lines if not line.startswith("-")]
+    return "\n".join(before), "\n".join(after)
+
+
+def test_the_diff_runs_and_changes_no_number():
+    (diff,) = blocks("README.md", "diff")
+    assert all(line[:1] in ("", " ", "+", "-") for line in diff.splitlines())
+    before, after = sides(diff)
+    torch.manual_seed(3)
+    wrapped = run(after, "README.md")["model"]
+    assert isinstance(wrapped, fastdp.DataParallel)
+    assert wrapped.device_ids == [torch.device("cpu")] * 2
+    if torch.cuda.is_available():
+        pytest.skip("the side before is for all GPUs, and its model lies on the host")
+    torch.manual_seed(3)
+    plain = run(before, "README.md")["model"]
+    assert type(plain) is torch.nn.DataParallel
+    for got, want in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        # Rows of a matrix product may be summed in another order when there are fewer of them.
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_exist(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", text_of(page))
+    paths = [span for span in spans(page) if PATH.fullmatch(span) and span not in ELSEWHERE]
+    assert links or paths
+    assert not [path for path in links + paths if not any(ROOT.glob(path.rstrip("/")))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_make_targets_exist(page):
+    code = spans(page) + [line for body in blocks(page, "console") for line in body.splitlines()]
+    named = {word for text in code for word in re.findall(r"\bmake ([a-z][a-z-]*)", text)}
+    assert "test" in named
+    targets = re.findall(r"^([a-z][a-z-]*):", text_of("Makefile"), re.MULTILINE)
+    assert not named - set(targets)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_in_the_package_exist(page):
+    dotted = re.compile(r"\bfastdp(?:\.\w+)+")
+    code = spans(page) + [body for kind in ("python", "diff") for body in blocks(page, kind)]
+    for name in {name for text in code for name in dotted.findall(text)}:
+        thing = fastdp
+        for part in name.split(".")[1:]:
+            assert hasattr(thing, part), f"{page} names {name}"
+            thing = getattr(thing, part)
+
+
+def test_functions_have_the_arguments_of_their_namesakes():
+    (sentence,) = re.findall(r"and the functions ([^:]*?), each with", text_of("README.md"), re.S)
+    names = re.findall(r"`fastdp\.(\w+)`", sentence)
+    assert len(names) == 5
+    parallel = torch.nn.parallel
+    for name in [*names, "data_parallel"]:
+        home = parallel if hasattr(parallel, name) else parallel.scatter_gather
+        assert arguments(getattr(fastdp, name)) == arguments(getattr(home, name)), name
+    for name in fastdp.comm.__all__:
+        theirs = arguments(getattr(parallel.comm, name))
+        assert arguments(getattr(fastdp.comm, name)) == theirs, name
+
+
+def arguments(function):
+    return [(p.name, p.kind) for p in inspect.signature(function).parameters.values()]
+
+
+def test_environment_variables_are_those_of_the_table():
+    rows = table_below("README.md", "## Environment variables")
+    assert [tuple(row) for row in rows] == list(fastdp._C.env_table())
+
+
+def test_options_are_those_of_the_class():
+    parameters = list(inspect.signature(fastdp.DataParallel).parameters.values())[1:]
+    rows = table_below("README.md", "## Options")
+    assert [(row[0], row[1]) for row in rows] == [(p.name, repr(p.default)) for p in parameters]
+    keyword_only = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    sentence = " and ".join(f"`{name}`" for name in keyword_only) + " are keyword-only"
+    assert sentence in text_of("README.md")
