@@ -401,7 +401,7 @@ def test_two_nets_in_turn(impl):
 @row("L 13: inputs returned as they are")
 @pytest.mark.parametrize("n", [2, 3])
 def test_inputs_returned_as_they_are(impl, n):
-    both(impl, lambda: Apply(lambda s, x: x), ints(5, 3), n)
+    both(impl, nn.Identity, ints(5, 3), n)
 
 
 @row("L 13: outputs that are views")

@@ -1,0 +1,388 @@
+"""Mistakes that slip through ordinary tests of a data-parallel wrapper, one test for each.
+
+Those that belong to a section of BEHAVIOUR have theirs there: RNN flat weights shared with the base
+(test_behaviour_modules), buckets pooled under inference mode (wrapper), a tensor attribute moved
+(replicas), scatter that returns views, constants that raise the number of replicas, 0-dim inputs
+(inputs), zeros lost, gradients of buffers (gradients), cycles through ctx, activations, the last
+job, frames of an exception (memory), fork (processes), SystemExit, grad mode leaking (threads), a
+tangent dropped (precision).
+"""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from nets import Apply, Net, close, exact, grads, ints, linear, same
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+row = pytest.mark.row
+
+
+# Version counters and storage.
+
+
+@row("mutant: one version counter for all parameters of a bucket")
+@pytest.mark.parametrize("n", [2, 3])
+def test_in_place_change_of_one_parameter_leaves_the_others_valid(impl, n):
+    def forward(self, x):
+        y = self.lin(x) ** 2
+        with torch.no_grad():
+            self.other.weight.mul_(2)
+        return y
+
+    def make():
+        module = Apply(forward)
+        module.other = linear(seed=3)
+        return module
+
+    module, plain = make(), make()
+    x, z = ints(6, 3, grad=True), ints(6, 3, grad=True)
+    impl.wrap(module, n)(x).sum().backward()
+    plain(z).sum().backward()
+    same(x.grad, z.grad)
+    same(module.lin.weight.grad, plain.lin.weight.grad)
+    # Replica 0 shares storage with the base, so its change lasts, once.
+    same(module.other.weight, 2 * linear(seed=3).weight)
+
+
+@row("mutant: one version counter for all buffers of a bucket")
+def test_in_place_change_of_one_buffer_leaves_the_others_valid(impl):
+    def forward(self, x):
+        y = self.lin(x) * self.scale
+        self.count.add_(1)
+        return y
+
+    module = Apply(forward)
+    module.register_buffer("scale", torch.full((2,), 3.0).double())
+    module.register_buffer("count", torch.zeros(2).double())
+    impl.wrap(module, 3)(ints(6, 3)).sum().backward()
+    same(module.lin.bias.grad, torch.full((2,), 18.0).double())
+    same(module.count, torch.ones(2).double())
+
+
+@row("mutant: p.data in replica 0: an older graph is silently wrong after an in-place update")
+def test_graph_through_replica_0_is_refused_after_an_update(impl):
+    caught = {}
+    module = Apply(lambda s, x: caught.setdefault(int(x[0, 0]), s.lin(x) ** 2))
+    x = torch.tensor([[0.0, 1, 1], [1.0, 1, 1]]).double().requires_grad_()
+    impl.wrap(module, 2)(x)
+    with torch.no_grad():
+        module.lin.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+        caught[0].sum().backward()
+
+
+@row("mutant: a copy shares memory with the base or with another replica")
+def test_copies_share_no_memory(impl):
+    seen = []
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+    def hook(replica, args):
+        tensors = (replica[0].weight, replica[1].running_mean, replica[2].bias)
+        seen.append([t.data_ptr() for t in tensors])
+
+    module.register_forward_pre_hook(hook)
+    impl.wrap(module, 3)(ints(6, 3))
+    base = [module[0].weight.data_ptr(), module[1].running_mean.data_ptr()]
+    base.append(module[2].bias.data_ptr())
+    assert sum(addresses == base for addresses in seen) == 1
+    flat = [address for addresses in seen for address in addresses]
+    assert len(set(flat)) == len(flat) == 9
+
+
+@row("mutant: a bucket overwritten while an older graph still reads it")
+def test_graphs_of_several_steps_keep_their_copies(impl):
+    """Only the copies' outputs are used; each graph has the weights of its own forward."""
+    caught = []
+    module = Apply(lambda s, x: caught.append((int(x[0, 0]), s.lin(x) ** 2)) or x)
+    dp = impl.wrap(module, 3)
+    x = torch.arange(3.0).double()[:, None].repeat(1, 3)
+    wants = []
+    for _ in range(6):
+        dp(x)
+        wants.append(copy.deepcopy(module.lin).cpu())
+        with torch.no_grad():
+            module.lin.weight.add_(1)
+    for step in (5, 0, 3, 1, 4, 2):
+        for rank, out in caught[3 * step : 3 * step + 3]:
+            if rank == 0:
+                continue
+            (got,) = torch.autograd.grad(out.sum(), module.lin.weight)
+            plain = wants[step]
+            (want,) = torch.autograd.grad((plain(x[rank : rank + 1]) ** 2).sum(), plain.weight)
+            same(got, want)
+
+
+# Containers.
+
+
+@row("mutant: nested containers split twice")
+def test_nested_tensors_are_split_once(impl):
+    shapes = []
+
+    def forward(self, box):
+        (deep,) = box["k"][1]
+        shapes.append([tuple(t.shape) for t in (box["x"], box["k"][0], deep["z"])])
+        return {"out": [box["x"], (deep["z"], [deep["z"]])]}
+
+    x = ints(8, 3)
+    out = impl.wrap(Apply(forward), 2)({"x": x, "k": [x, ({"z": x},)]})
+    assert shapes == [[(4, 3)] * 3] * 2
+    same(out, {"out": [x, (x, [x])]})
+
+
+@row("mutant: 0-dim tensors")
+def test_zero_dim_outputs_beside_others(impl):
+    with pytest.warns(UserWarning, match="scalars"):
+        out = impl.wrap(Apply(lambda s, x: (x.sum(), [x, x.max()], {"k": x.min()})), 2)(ints(4, 3))
+    chunks = ints(4, 3).chunk(2)
+    stack = lambda f: torch.stack([f(c) for c in chunks])  # noqa: E731
+    same(out, (stack(torch.sum), [ints(4, 3), stack(torch.max)], {"k": stack(torch.min)}))
+
+
+@row("mutant: 0-dim on one replica only")
+def test_zero_dim_output_of_one_replica_is_refused(impl):
+    with pytest.raises((RuntimeError, IndexError)):
+        impl.wrap(Apply(lambda s, x: x.sum() if x.size(0) == 1 else x[:, 0]), 2)(ints(3, 3))
+
+
+# The tree.
+
+
+class Negated(nn.Linear):
+    def forward(self, x):
+        return -super().forward(x)
+
+
+@row("mutant: type or tree changes unseen")
+def test_class_edit_is_seen(impl):
+    module = linear()
+    dp = impl.wrap(module, 2)
+    x = ints(4, 3)
+    want = linear()(x)
+    same(dp(x), want)
+    module.__class__ = Negated
+    same(dp(x), -want)
+    module.__class__ = nn.Linear
+    same(dp(x), want)
+
+
+@row("mutant: type or tree changes unseen")
+def test_class_edit_of_a_child_is_seen(impl):
+    module = Net()
+    dp = impl.wrap(module, 2)
+    x = ints(4, 3)
+    want = Net()(x)
+    same(dp(x), want)
+    module.second.__class__ = Negated
+    same(dp(x), -want)
+
+
+@row("mutant: type or tree changes unseen")
+def test_renamed_swapped_and_removed_children_are_seen(impl):
+    a, b = exact(nn.Linear(3, 3)), exact(nn.Linear(3, 3), seed=4)
+    module = nn.Sequential(a, b)
+    dp = impl.wrap(module, 2)
+    x = ints(4, 3)
+
+    def check():
+        same(dp(x), module(x.to(impl.home)))
+
+    check()
+    module[0], module[1] = b, a
+    check()
+    module._modules = {"new": b, "names": a}
+    check()
+    del module.names
+    check()
+    module.add_module("again", b)
+    check()
+    module.again = None
+    module._modules.pop("again")
+    check()
+
+
+@row("mutant: type or tree changes unseen")
+def test_parameter_names_that_change_are_seen(fast):
+    module = Apply(lambda s, x: x * sum(p for name, p in s.named_parameters() if "." not in name))
+    module.a = nn.Parameter(torch.ones(3).double())
+    dp = fast.wrap(module, 2)
+    x = ints(4, 3)
+    same(dp(x), x)
+    module.b = module.a
+    del module.a
+    same(dp(x), x)
+    module.c = nn.Parameter(torch.ones(3, device=fast.home).double() * 2)
+    same(dp(x), x * 3)
+
+
+@row("mutant: hooks, flags and methods of the base unseen after the first forward")
+def test_instance_dict_edits_are_seen(impl):
+    module = linear()
+    dp = impl.wrap(module, 2)
+    x = ints(4, 3)
+    want = linear()(x)
+    same(dp(x), want)
+    handle = module.register_forward_hook(lambda m, a, out: out * 2)
+    same(dp(x), want * 2)
+    handle.remove()
+    plain_forward = module.forward
+    module.forward = lambda x: plain_forward(x) + 1
+    same(dp(x), want + 1)
+    del module.forward
+    same(dp(x), want)
+    module.__dict__["extra"] = 1
+    assert not hasattr(nn.Linear, "extra")
+    same(dp(x), want)
+
+
+# Replicas that outlive their forward.
+
+
+@row("mutant: a refreshed replica under a checkpoint that has yet to recompute")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_checkpoint_survives_other_forwards(impl, reentrant):
+    """Three graphs wait for their recompute while evaluation and other batches go by."""
+    module, plain = Apply(None), Net()
+    module.net = Net()
+    module.function = lambda s, x: checkpoint(lambda y: s.net(y), x, use_reentrant=reentrant)
+    dp = impl.wrap(module, 2)
+    xs = [ints(k + 2, 3, seed=k, grad=True) for k in range(3)]
+    outs = []
+    for x in xs:
+        outs.append(dp(x))
+        dp.eval()
+        with torch.no_grad():
+            dp(ints(7, 3))
+        dp.train()
+    for out in reversed(outs):
+        out.sum().backward()
+    for x in xs:
+        z = x.detach().clone().requires_grad_()
+        plain(z).sum().backward()
+        same(x.grad, z.grad)
+    same(grads(module.net), grads(plain))
+
+
+@row("mutant: a replica held by user code is refreshed under it")
+def test_a_held_replica_is_left_alone(fast):
+    held = []
+    module = Apply(lambda s, x: held.append(s) or s.lin(x))
+    module.tag = "old"
+    dp = fast.wrap(module, 2)
+    dp(ints(4, 3))
+    module.tag = "new"
+    first = list(held)
+    for _ in range(3):
+        dp(ints(4, 3))
+    assert [r.tag for r in first] == ["old"] * 2
+    assert {r.tag for r in held[2:]} == {"new"}
+    assert not set(map(id, first)) & set(map(id, held[2:]))
+
+
+@row("mutant: an inner module held by user code is refreshed under it")
+def test_a_held_inner_module_is_left_alone(fast):
+    held = []
+    module = Net()
+    dp = fast.wrap(module, 2)
+    handle = module.second.register_forward_hook(lambda m, a, out: held.append(m))
+    dp(ints(4, 3))
+    handle.remove()
+    first = list(held)
+    weights = [m.weight.detach().clone() for m in first]
+    with torch.no_grad():
+        module.second.weight.add_(1)
+    dp(ints(4, 3))
+    base = module.second.weight.data_ptr()
+    others = [k for k, m in enumerate(first) if m.weight.data_ptr() != base]
+    assert len(others) == 1
+    same(first[others[0]].weight, weights[others[0]])
+
+
+@row("mutant: emptied replicas: one that escaped keeps working")
+def test_an_escaped_replica_still_computes(fast):
+    held = []
+    dp = fast.wrap(Apply(lambda s, x: held.append(s) or s.lin(x)), 2)
+    dp(ints(4, 3))
+    for replica in list(held):
+        same(replica(ints(2, 3).to(fast.home)), linear()(ints(2, 3)))
+
+
+@row("mutant: replicas keep last step's tensors alive between steps")
+def test_attributes_set_in_forward_are_let_go(fast):
+    refs = []
+
+    def forward(self, x):
+        self.cache = x * 2
+        refs.append(weakref.ref(self.cache))
+        return self.lin(x)
+
+    dp = fast.wrap(Apply(forward), 3)
+    out = dp(ints(6, 3))
+    del out
+    gc.collect()
+    assert len(refs) == 3 and all(ref() is None for ref in refs)
+
+
+# Gradients.
+
+
+@row("mutant: requires_grad of the wrapper's output without a parameter that needs it")
+def test_outputs_of_a_frozen_net_need_no_grad(impl):
+    module = Net().requires_grad_(False)
+    out = impl.wrap(module, 2)(ints(4, 3))
+    assert not out.requires_grad and out.grad_fn is None
+
+
+@row("mutant: zeros for unused parameters make a second derivative fail")
+def test_second_derivative_beside_unused_parameters(impl):
+    module, plain = Net(), Net()
+    for m in (module, plain):
+        m.idle = linear(seed=2)
+
+    def run(run, m):
+        x = ints(4, 3, grad=True)
+        (g,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+        (g**2).sum().backward()
+        return x.grad
+
+    same(run(impl.wrap(module, 2), module), run(plain, plain))
+    for name in ("first.weight", "second.weight"):
+        same(grads(module)[name], grads(plain)[name])
+    idle = module.idle.weight.grad
+    assert idle is None or not idle.any()
+
+
+@row("mutant: backward with inputs=, which visits only a part of the graph")
+def test_backward_with_inputs(impl):
+    module, plain = Net(), Net()
+    impl.wrap(module, 2)(ints(4, 3)).sum().backward(inputs=[module.first.weight])
+    plain(ints(4, 3)).sum().backward(inputs=[plain.first.weight])
+    same(grads(module), grads(plain))
+
+
+@row("mutant: reduction order by arrival instead of by rank")
+def test_sums_are_the_same_bits_every_time(fast):
+    """fp32 values whose sum depends on order, replicas that finish in any order."""
+    module = nn.Linear(3, 2)
+    dp = fast.wrap(module, 4)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(3))
+    x *= torch.logspace(-6, 6, 8)[:, None]
+    results = []
+    for _ in range(10):
+        module.zero_grad()
+        dp(x).sum().backward()
+        results.append(module.weight.grad.clone())
+    for other in results[1:]:
+        same(other, results[0])
+    parts = []
+    for chunk in x.chunk(4):
+        twin = copy.deepcopy(module).cpu()
+        twin.zero_grad()
+        twin(chunk).sum().backward()
+        parts.append(twin.weight.grad)
+    close(results[0], ((parts[0] + parts[1]) + parts[2]) + parts[3], rtol=0, atol=0)

@@ -1,0 +1,101 @@
+"""Thousands of steps: the same number of live objects, threads and bytes at the end as early on."""
+
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from nets import Net, ints
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+row = pytest.mark.row
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Mixed(nn.Module):
+    """Batch norm, dropout, a tied weight, a checkpoint, an unused layer, a failure on demand."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.norm = Net(), nn.BatchNorm1d(2).double()
+        self.idle, self.tied = nn.Linear(2, 2).double(), nn.Linear(3, 4).double()
+        self.tied.weight = self.net.first.weight
+
+    def forward(self, x, fail=False, again=False):
+        if fail:
+            raise KeyError("on demand")
+        y = checkpoint(self.net, x, use_reentrant=False) if again else self.net(x)
+        y = self.norm(y + self.tied(x)[:, :2])
+        return {"y": nn.functional.dropout(y, 0.1, self.training), "none": None}
+
+
+@pytest.mark.slow
+@row("G: leaks, reference cycles: flat memory over 2,000 steps")
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="no /proc")
+def test_two_thousand_steps(fast):
+    module = Mixed()
+    dp = fast.wrap(module, 2, bucket_bytes=256)
+    opt = torch.optim.SGD(dp.parameters(), 1e-4)
+    batches = [ints(size, 3, seed=size) for size in (4, 5, 8)]
+
+    def step(k):
+        x = batches[k % 3]
+        opt.zero_grad(set_to_none=bool(k % 2))
+        dp(x, again=k % 5 == 0)["y"].sum().backward()
+        opt.step()
+        if k % 10 == 0:
+            with torch.no_grad():
+                dp.eval()(x[:1])
+            dp.train()
+        if k % 50 == 0:
+            with pytest.raises(KeyError):
+                dp(x, fail=True)
+
+    def census():
+        gc.collect()
+        tensors = sum(1 for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
+        return len(gc.get_objects()), tensors, threading.active_count()
+
+    counts, sizes = [], []
+    for k in range(2000):
+        step(k)
+        if k % 500 == 499:
+            counts.append(census())
+            sizes.append(resident_bytes())
+    # The first census comes after 500 steps: caches of torch and of Python are warm by then.
+    objects, tensors, threads = zip(*counts, strict=True)
+    assert len(set(tensors)) == 1 and len(set(threads)) == 1
+    assert max(objects) - min(objects) <= 8, objects  # the census' own lists
+    assert sizes[-1] - sizes[0] < 4 << 20, sizes
+
+
+@row("G: leaks, reference cycles: references")
+def test_reference_counts_are_flat(fast):
+    """None, types and the base's own objects are borrowed from C: a wrong count shows here."""
+    import sys
+
+    module = Net()
+    dp = fast.wrap(module, 2)
+    x = ints(4, 3)
+    watched = [module, module.first, module.first.weight, module._parameters, Net, nn.Linear, x, dp]
+    watched += [module.first.__dict__, nn.Parameter, torch.float64, ints]
+
+    def counts():
+        return [sys.getrefcount(o) for o in watched]
+
+    def run(times):
+        for _ in range(times):
+            module.zero_grad()
+            dp(x).sum().backward()
+
+    run(20)
+    before, nones = counts(), sys.getrefcount(None)
+    run(200)
+    assert counts() == before
+    assert abs(sys.getrefcount(None) - nones) < 100
