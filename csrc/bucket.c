@@ -148,21 +148,6 @@ fdp_view fdp_bucket_slot(const fdp_bucket *bucket, int32_t index, void *flat_dat
   return view;
 }
 
-bool fdp_bucket_slot_has_shape(const bucket_slot *slot, const fdp_view *view) {
-  if (slot->ndim != view->ndim) return false;
-  for (int32_t d = 0; d < slot->ndim; ++d) {
-    if (slot->shape[d] != view->shape[d]) return false;
-  }
-  return true;
-}
-
-bool fdp_bucket_slot_has_layout(const bucket_slot *slot, const fdp_view *view) {
-  for (int32_t d = 0; d < slot->ndim; ++d) {
-    if (slot->shape[d] > 1 && slot->strides[d] != view->strides[d]) return false;
-  }
-  return true;
-}
-
 fdp_status fdp_bucket_check_tensor(const fdp_bucket *bucket, int32_t index, const fdp_view *view,
                                    const char *verb, const char *name, int32_t first,
                                    int32_t second) {

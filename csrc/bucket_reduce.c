@@ -14,11 +14,14 @@ typedef struct bucket_reduction {
   const fdp_view *const *gradients;
   int32_t rank_count;
   const fdp_view *flat;
+  const char *flat_begin; /* extent of flat, once it has been checked */
+  const char *flat_end;
 } bucket_reduction;
 
 static fdp_status check_gradient(const bucket_reduction *work, int32_t rank, int32_t index,
                                  const fdp_view *first) {
   const fdp_view *gradient = work->gradients[(int64_t)rank * work->bucket->count + index];
+  const bucket_slot *slot = &work->bucket->slots[index];
   fdp_status status = fdp_bucket_check_tensor(work->bucket, index, gradient, verb, "gradients",
                                               rank, index);
   if (status != FDP_OK) return status;
@@ -29,9 +32,11 @@ static fdp_status check_gradient(const bucket_reduction *work, int32_t rank, int
                     fdp_device_text(gradient->device, text, sizeof text),
                     fdp_device_text(first->device, first_text, sizeof first_text));
   }
-  if (!fdp_views_overlap(gradient, work->flat)) return FDP_OK;
+  const char *begin, *end;
+  fdp_bucket_slot_extent(slot, gradient, &begin, &end);
+  if (begin >= work->flat_end || work->flat_begin >= end) return FDP_OK;
+  if (!fdp_views_overlap(gradient, work->flat)) return FDP_OK; /* other memory, or empty */
   /* A gradient may be the very slot that it is added up in. */
-  const bucket_slot *slot = &work->bucket->slots[index];
   if (gradient->data == (char *)work->flat->data + slot->offset_bytes &&
       fdp_bucket_slot_has_layout(slot, gradient)) {
     return FDP_OK;
@@ -42,7 +47,7 @@ static fdp_status check_gradient(const bucket_reduction *work, int32_t rank, int
 
 /* Also finds where each rank is: on its first gradient's device, and with the flat if it has
  * none. */
-static fdp_status check(const bucket_reduction *work, fdp_device_id *devices) {
+static fdp_status check(bucket_reduction *work, fdp_device_id *devices) {
   fdp_status status;
   char text[48];
   FDP_TRY(fdp_check_count(verb, "ranks", work->rank_count));
@@ -51,6 +56,7 @@ static fdp_status check(const bucket_reduction *work, fdp_device_id *devices) {
                     fdp_dtype_name(work->bucket->dtype, text, sizeof text));
   }
   FDP_TRY(fdp_bucket_check_flat(work->bucket, work->flat, verb, "flat", -1));
+  fdp_view_extent(work->flat, &work->flat_begin, &work->flat_end);
   for (int32_t r = 0; r < work->rank_count; ++r) {
     const fdp_view *first = NULL;
     for (int32_t k = 0; k < work->bucket->count; ++k) {
@@ -144,7 +150,7 @@ done:
 fdp_status fdp_bucket_reduce(fdp_context *context, const fdp_bucket *bucket,
                              const fdp_view *const *gradients, fdp_stream *const *rank_streams,
                              int32_t rank_count, const fdp_view *flat, fdp_stream *flat_stream) {
-  bucket_reduction work = {bucket, gradients, rank_count, flat};
+  bucket_reduction work = {bucket, gradients, rank_count, flat, NULL, NULL};
   fdp_party party;
   fdp_device_id devices[FDP_MAX_REPLICAS];
   fdp_sum *sums = NULL;

@@ -104,7 +104,9 @@ void fdp_view_extent(const fdp_view *view, const char **begin, const char **end)
   int64_t low = 0;
   int64_t high = item_bytes;
   *begin = *end = view->data;
-  if (fdp_view_count_elems(view) == 0) return; /* strides of nothing are never checked */
+  for (int32_t d = 0; d < view->ndim; ++d) {
+    if (view->shape[d] == 0) return; /* strides of nothing are never checked: look no further */
+  }
   for (int32_t d = 0; d < view->ndim; ++d) {
     int64_t reach = (view->shape[d] - 1) * view->strides[d] * item_bytes;
     if (reach < 0) low += reach;
