@@ -236,13 +236,16 @@ done:
 
 static PyMethodDef bucket_methods[] = {
     {"broadcast", (PyCFunction)(void *)bucket_broadcast, METH_FASTCALL,
-     PyDoc_STR("broadcast(sources, flats, /)\n--\n\nCopies the sources into the slots of every "
+     PyDoc_STR("broadcast($self, sources, flats, /)\n--\n\n"
+               "Copies the sources into the slots of every "
                "flat buffer.")},
     {"reduce", (PyCFunction)(void *)bucket_reduce, METH_FASTCALL,
-     PyDoc_STR("reduce(gradients, flat, /)\n--\n\nflat becomes the sum over the ranks, slot by "
+     PyDoc_STR("reduce($self, gradients, flat, /)\n--\n\n"
+               "flat becomes the sum over the ranks, slot by "
                "slot; gradients[rank][slot] may be None.")},
     {"views", fdp_py_bucket_views, METH_O,
-     PyDoc_STR("views(flat, /)\n--\n\nEvery slot of flat as a tensor of its own, or None where "
+     PyDoc_STR("views($self, flat, /)\n--\n\n"
+               "Every slot of flat as a tensor of its own, or None where "
                "the exchange table cannot make them.")},
     {NULL, NULL, 0, NULL}};
 

@@ -174,13 +174,16 @@ static PyObject *handoff_close(PyObject *object, PyObject *unused) {
 
 static PyMethodDef handoff_methods[] = {
     {"put", handoff_put, METH_O,
-     PyDoc_STR("put(item, /)\n--\n\nHands the item over. RuntimeError when one is still in it, "
+     PyDoc_STR("put($self, item, /)\n--\n\n"
+               "Hands the item over. RuntimeError when one is still in it, "
                "AbortedError when closed.")},
     {"take", handoff_take, METH_O,
-     PyDoc_STR("take(timeout_s, /)\n--\n\nWaits for the item, at most so many seconds (negative: "
+     PyDoc_STR("take($self, timeout_s, /)\n--\n\n"
+               "Waits for the item, at most so many seconds (negative: "
                "for ever).")},
     {"close", handoff_close, METH_NOARGS,
-     PyDoc_STR("close()\n--\n\nNo item comes any more: wakes whoever waits with AbortedError.")},
+     PyDoc_STR("close($self, /)\n--\n\n"
+               "No item comes any more: wakes whoever waits with AbortedError.")},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot handoff_slots[] = {

@@ -1,6 +1,6 @@
 """The compiled core. Everything is positional; keywords and defaults live in the Python layer.
 
-`Producer` is anything that can be borrowed: a tensor whose type carries the DLPack exchange table,
+`_Producer` is anything that can be borrowed: a tensor whose type carries the DLPack exchange table,
 an object with `__dlpack__`, or a NumPy array. Nothing is kept after a call returns unless it says
 so. Refused, with an error that names the argument ("targets[1]: ..."): what is no tensor, and
 tensors without strided memory of their own (sparse, nested, quantized, meta, MKLDNN, uninitialized,
@@ -9,9 +9,11 @@ written, a set conjugate or negative bit, as ValueError. `requires_grad` is no h
 """
 
 import builtins
-from typing import Any, Optional, Tuple, TypedDict
+from typing import Any, Optional, Tuple, TypedDict, final
 
-Producer = Any
+from typing_extensions import Self
+
+_Producer = Any
 
 class Error(RuntimeError):
     """Base of the core's own errors. Caller mistakes are ValueError or TypeError instead, memory
@@ -22,7 +24,7 @@ class TimeoutError(Error, builtins.TimeoutError): ...
 class AbortedError(Error): ...
 class FaultInjected(Error): ...
 
-class BuildInfo(TypedDict):
+class _BuildInfo(TypedDict):
     version: str
     cuda: bool
     cuda_toolkit: str
@@ -31,19 +33,19 @@ class BuildInfo(TypedDict):
     commit: str
     dlpack: str
 
-class Counters(TypedDict):
+class _Counters(TypedDict):
     calls: int
     bytes: int
     chunks: int
 
-def build_info() -> BuildInfo: ...
+def build_info() -> _BuildInfo: ...
 def nothing() -> None:
     """The cost of a call: does nothing (benchmarks)."""
 
 def env_table() -> Tuple[Tuple[str, str, str, str], ...]:
     """(name, type, default, sentence) of every environment variable fastdp reads."""
 
-def counters() -> dict[str, Counters]: ...
+def counters() -> dict[str, _Counters]: ...
 def reset_counters() -> None: ...
 def arm_fault(point: str, nth_call: int, /) -> None:
     """Tests: the n-th call from now of `point` fails with FaultInjected; 0 disarms."""
@@ -53,27 +55,28 @@ def _use_exchange_table(use: bool, /) -> bool:
 
 # Verbs on whole tensors. Targets are written; they are contiguous or strided, never overlapping.
 # The first verb opens the core and connects its log to `logging` (logger "fastdp").
-def scatter(source: Producer, targets: Tuple[Producer, ...], dim: int, /) -> None: ...
-def gather(sources: Tuple[Producer, ...], target: Producer, dim: int, /) -> None: ...
-def broadcast(source: Producer, targets: Tuple[Producer, ...], /) -> None: ...
-def reduce(sources: Tuple[Producer, ...], target: Producer, /) -> None: ...
+def scatter(source: _Producer, targets: Tuple[_Producer, ...], dim: int, /) -> None: ...
+def gather(sources: Tuple[_Producer, ...], target: _Producer, dim: int, /) -> None: ...
+def broadcast(source: _Producer, targets: Tuple[_Producer, ...], /) -> None: ...
+def reduce(sources: Tuple[_Producer, ...], target: _Producer, /) -> None: ...
 
-def borrow(tensors: Tuple[Producer, ...], /) -> int:
+def borrow(tensors: Tuple[_Producer, ...], /) -> int:
     """Borrows each and gives the number of elements in all (benchmarks, tests). Like the methods of
     Bucket and describe(), it asks only complex tensors for the conjugate and the negative bit."""
 
-def describe(tensors: Tuple[Producer, ...], /) -> bytes:
+def describe(tensors: Tuple[_Producer, ...], /) -> bytes:
     """Shape, strides, dtype, device and requires_grad of each tensor in one opaque string: equal
     strings, equal descriptions. Addresses are not in it. What cannot be borrowed raises."""
 
 def layout(
-    tensor: Producer, /
+    tensor: _Producer, /
 ) -> Tuple[Tuple[int, ...], Tuple[int, ...], Tuple[int, int, int], Tuple[int, int]]:
     """(shape, strides in elements, dtype, device) by DLPack's numbers."""
 
+@final
 class Bucket:
     """The plan of a bucket (bucket.h). Immutable; any thread."""
-    def __init__(self, prototypes: Tuple[Producer, ...], /) -> None: ...
+    def __new__(cls, prototypes: Tuple[_Producer, ...], /) -> Self: ...
     @property
     def count(self) -> int: ...
     @property
@@ -84,22 +87,25 @@ class Bucket:
     @property
     def slots(self) -> Tuple[Tuple[int, Tuple[int, ...], Tuple[int, ...]], ...]:
         """(offset in elements, shape, strides in elements) of each slot."""
-    def broadcast(self, sources: Tuple[Producer, ...], flats: Tuple[Producer, ...], /) -> None: ...
+    def broadcast(
+        self, sources: Tuple[_Producer, ...], flats: Tuple[_Producer, ...], /
+    ) -> None: ...
     def reduce(
-        self, gradients: Tuple[Tuple[Optional[Producer], ...], ...], flat: Producer, /
+        self, gradients: Tuple[Tuple[Optional[_Producer], ...], ...], flat: _Producer, /
     ) -> None:
         """gradients[rank][slot]; None counts as zero."""
-    def views(self, flat: Producer, /) -> Optional[Tuple[Any, ...]]:
+    def views(self, flat: _Producer, /) -> Optional[Tuple[Any, ...]]:
         """Every slot of `flat` as a tensor of flat's type, made by the exchange table: no autograd
         view relation, a version counter each, not resizable; they keep flat's memory alive. Host
         memory only. None when the type of `flat` carries no table that can make tensors of it."""
 
+@final
 class Array:
     """Memory of the core's own, not initialised, as a DLPack producer: what fastdp.comm returns for
     producers that are neither torch nor NumPy."""
-    def __init__(
-        self, shape: Tuple[int, ...], dtype: Tuple[int, int, int], device: Tuple[int, int], /
-    ) -> None: ...
+    def __new__(
+        cls, shape: Tuple[int, ...], dtype: Tuple[int, int, int], device: Tuple[int, int], /
+    ) -> Self: ...
     @property
     def shape(self) -> Tuple[int, ...]: ...
     @property
@@ -115,9 +121,10 @@ class Array:
     ) -> Any: ...
     def __dlpack_device__(self) -> Tuple[int, int]: ...
 
+@final
 class Handoff:
     """A slot for one object between two threads (handoff.h). The GIL is released while waiting."""
-    def __init__(self) -> None: ...
+    def __new__(cls) -> Self: ...
     def put(self, item: Any, /) -> None:
         """RuntimeError when an item is still in it, AbortedError when closed."""
     def take(self, timeout_s: float, /) -> Any:
@@ -126,19 +133,24 @@ class Handoff:
     def close(self) -> None:
         """Wakes whoever waits with AbortedError; an item that is in it can still be taken."""
 
+@final
 class Tree:
     """The modules below one base module, flattened once (py_tree.c). Not thread-safe."""
-    def __init__(self, modules: Tuple[Any, ...], /) -> None:
+    def __new__(cls, modules: Tuple[Any, ...], /) -> Self:
         """All modules, the root first, each once."""
-    def collect(self) -> Optional[Tuple[Tuple[Any, ...], Tuple[Any, ...]]]:
-        """(parameters, buffers): the distinct tensors of the tree as they are now, in order of
-        first appearance. None when the tree is no longer the one it was made of."""
+    def collect(self) -> Tuple[Tuple[Any, ...], Tuple[Any, ...]]:
+        """(parameters, buffers): the distinct tensors of a held tree as they are now, in order of
+        first appearance."""
+    def hold(self, root: Any, /) -> bool:
+        """Owns all modules until release(), if the tree below root is the one that this was made
+        of."""
     def release(self) -> None:
-        """Drops the tensors that collect() found, once all replicas are refreshed."""
+        """The end of hold()."""
 
+@final
 class Replica:
     """One replica of a Tree, refreshed for every forward (py_replica.c). Not thread-safe."""
-    def __init__(self, tree: Tree, modules: Tuple[Any, ...], /) -> None: ...
+    def __new__(cls, tree: Tree, modules: Tuple[Any, ...], /) -> Self: ...
     @property
     def modules(self) -> Tuple[Any, ...]: ...
     def refresh(self, parameters: Tuple[Any, ...], buffers: Tuple[Any, ...], /) -> None:
