@@ -6,8 +6,8 @@
 Neither torch nor git nor a network is needed. Environment variables of the build:
 
     FASTDP_CUDA        auto (default): CUDA if a usable nvcc is found; 1: an error if not; 0: never
-    FASTDP_CUDA_ARCHS  such as "80 90"; native; all-major. Default: all from sm_75 up
-    FASTDP_SANITIZE    such as "address,undefined": a build for the sanitizer runs of `make test`
+    FASTDP_CUDA_ARCHS  such as "80 90"; native; all-major; all (default): from sm_75 up
+    FASTDP_SANITIZE    none (default), or such as "address,undefined", for tests
     CC, CPPFLAGS, CFLAGS, LDFLAGS, CUDA_HOME, CUDA_PATH   as everywhere
 
 An object is compiled again when its source, a header it includes or the configuration changed.
@@ -57,7 +57,8 @@ def choice(name: str, default: str, allowed: tuple[str, ...]) -> str:
 
 
 def sanitizer_flags() -> list[str]:
-    names = [name for name in os.environ.get("FASTDP_SANITIZE", "").split(",") if name]
+    wish = os.environ.get("FASTDP_SANITIZE", "")
+    names = [name for name in wish.split(",") if name] if wish != "none" else []
     for name in names:
         if name not in SANITIZERS:
             raise SystemExit(

@@ -84,18 +84,20 @@ def probe(toolkit: Toolkit, folder: Path) -> None:
 
 
 def arch_choice(wish: str, known: list[int]) -> tuple[tuple[str, ...], str]:
-    """nvcc's flags and their description for FASTDP_CUDA_ARCHS. Empty: machine code for every
-    architecture from sm_75 up that this nvcc knows, and PTX of the newest as a net for later chips
-    (PTX needs a driver as new as the toolkit, so it cannot replace machine code)."""
+    """nvcc's flags and their description for FASTDP_CUDA_ARCHS. "all" or empty: machine code for
+    every architecture from sm_75 up that this nvcc knows, and PTX of the newest as a net for later
+    chips (PTX needs a driver as new as the toolkit, so it cannot replace machine code)."""
     wish = wish.strip()
-    if wish in ("native", "all", "all-major"):
+    if wish in ("native", "all-major"):
         return (f"-arch={wish}",), wish
-    names = re.split(r"[\s,;]+", wish) if wish else [str(arch) for arch in known]
+    names = [str(arch) for arch in known]
+    if wish not in ("", "all"):
+        names = re.split(r"[\s,;]+", wish)
     for name in names:
         if not re.fullmatch(r"\d{2,3}[af]?", name):
             raise SystemExit(
                 f"FASTDP_CUDA_ARCHS: {name!r} is no architecture; give numbers such as "
-                "'80 90', or one of native, all, all-major"
+                "'80 90', or one of native, all-major, all"
             )
     flags = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
     plain = [int(name) for name in names if name.isdigit()]

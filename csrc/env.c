@@ -27,8 +27,11 @@ static const fdp_env_variable variables[FDP_ENV_COUNT] = {
                              "The gradient of a parameter that no replica used."},
     [FDP_ENV_CUDA] = {"FASTDP_CUDA", FDP_ENV_TEXT, "auto|1|0", "auto", true, 0, 0,
                       "Build the CUDA backend: if nvcc is found, always, or never."},
-    [FDP_ENV_CUDA_ARCHS] = {"FASTDP_CUDA_ARCHS", FDP_ENV_TEXT, "list of architectures", "all-major",
-                            true, 0, 0, "Architectures that the kernels are compiled for."},
+    [FDP_ENV_CUDA_ARCHS] = {"FASTDP_CUDA_ARCHS", FDP_ENV_TEXT,
+                            "list of numbers|native|all-major|all", "all", true, 0, 0,
+                            "Architectures of the kernels; all: from 75 up, as far as nvcc knows."},
+    [FDP_ENV_SANITIZE] = {"FASTDP_SANITIZE", FDP_ENV_TEXT, "list of address|undefined|thread",
+                          "none", true, 0, 0, "Sanitizers to build with, for tests."},
 };
 
 static const char *names_choice[FDP_ENV_COUNT][5] = {

@@ -17,6 +17,7 @@ typedef enum fdp_env_id {
   FDP_ENV_UNUSED_GRAD,
   FDP_ENV_CUDA,
   FDP_ENV_CUDA_ARCHS,
+  FDP_ENV_SANITIZE,
   FDP_ENV_COUNT
 } fdp_env_id;
 

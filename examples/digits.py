@@ -63,9 +63,14 @@ def main() -> int:
 
 
 def choose_devices() -> list:
-    """All GPUs if there are any and this build can use them, else two replicas on the CPU."""
-    if torch.cuda.is_available() and fastdp.build_info()["cuda"]:
-        return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    """All GPUs if fastdp can move tensors between them here, else two replicas on the CPU."""
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if gpus:
+        try:
+            fastdp.comm.broadcast(torch.zeros(1, device=gpus[0]), gpus)
+            return gpus
+        except NotImplementedError as reason:
+            print(f"The GPUs are not used: {reason}")
     # The replicas are threads of their own, and the model is small: more threads inside each
     # operation would only be in each other's way.
     torch.set_num_threads(1)
