@@ -360,8 +360,8 @@ static PyObject *array_dlpack(PyObject *object, PyObject *const *arguments, Py_s
 
 static PyMethodDef array_methods[] = {
     {"__dlpack__", (PyCFunction)(void *)array_dlpack, METH_FASTCALL | METH_KEYWORDS,
-     PyDoc_STR("__dlpack__($self, /, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n"
-               "The array as a DLPack capsule.")},
+     PyDoc_STR("__dlpack__($self, /, *, stream=None, max_version=None, dl_device=None, copy=None)"
+               "\n--\n\nThe array as a DLPack capsule.")},
     {"__dlpack_device__", array_dlpack_device, METH_NOARGS,
      PyDoc_STR("__dlpack_device__($self, /)\n--\n\nDLPack's (kind, ordinal) of the device.")},
     {NULL, NULL, 0, NULL}};
