@@ -1,0 +1,280 @@
+"""README.md, "What differs from nn.DataParallel": replicas, threads, errors, gradients, and the
+known limits. One test per row, named by the row's first cell, on torch's own code (oracle.py) and
+on fastdp. The order in which NCCL adds cannot be shown without GPUs: that row looks at fastdp only.
+"""
+
+import copy
+import re
+import threading
+
+import fastdp
+import oracle
+import pytest
+import torch
+from differences import OURS, THEIRS, Rows, call, cells, per_replica, rank_of, ranked, wrap
+from nets import Apply, grads, ints, linear, same
+from torch import nn
+
+row = Rows()
+
+
+def test_every_row_of_the_page_has_a_test():
+    assert cells("Replicas", "Threads, errors, gradients") == list(row)
+
+
+# Replicas.
+
+
+@row("`parameters()` in a replica")
+def test_parameters():
+    def look(self):
+        return [(type(p), p.grad_fn is not None) for p in self.parameters()]
+
+    assert per_replica(THEIRS, look) == [[], []]
+    assert per_replica(OURS, look) == [[(nn.Parameter, True)] * 2] * 2
+
+
+@row("`for p in self.parameters(): p.requires_grad_(False)` in a forward")
+def test_freeze_in_forward():
+    def forward(self, x):
+        for p in self.parameters():
+            p.requires_grad_(False)
+        return self.lin(x)
+
+    assert call(THEIRS, forward).requires_grad
+    with pytest.raises(RuntimeError, match="leaf"):
+        call(OURS, forward)
+
+
+@row("`self.weight = tensor` in a forward")
+def test_weight_set_in_forward():
+    def forward(delete):
+        def run(self, x):
+            doubled = self.lin.weight * 2
+            if delete:
+                del self.lin.weight
+            self.lin.weight = doubled
+            return self.lin(x)
+
+        return run
+
+    want = ints(4, 3) @ (2 * linear().weight).T + linear().bias
+    same(call(THEIRS, forward(False)), want)
+    same(call(OURS, forward(True)), want)
+    with pytest.raises(TypeError, match="cannot assign"):
+        call(OURS, forward(False))
+
+
+@row("`copy.deepcopy` of a submodule in a forward")
+def test_deepcopy_in_forward():
+    def forward(self, x):
+        return copy.deepcopy(self.lin)(x)
+
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        call(THEIRS, forward)
+    same(call(OURS, forward), linear()(ints(4, 3)))
+
+
+@row("replica objects")
+def test_replica_objects():
+    for side, count in ((THEIRS, 6), (OURS, 2)):
+        held = []  # what is held keeps its address
+        dp = wrap(side, Apply(lambda self, x: (held.append(self.lin.weight), x)[1]))
+        names = set()
+        dp.module.function = lambda self, x: (names.add(id(self)), held.append(self), x)[2]
+        for _ in range(3):
+            dp(ints(4, 3))
+            if side == OURS:
+                held.clear()
+        assert len(names) == count
+    held = []
+    dp = wrap(OURS, Apply(lambda self, x: (held.append(self), x)[1]))
+    for _ in range(2):
+        dp(ints(4, 3))
+    assert len({id(replica) for replica in held}) == 4
+
+
+@row("a bound method of the module kept as an attribute, a patched `forward`")
+def test_bound_methods():
+    for side, rebound in ((THEIRS, False), (OURS, True)):
+        module = Apply(lambda self, x: (seen.append(self.method.__self__), self.lin(x))[1])
+        module.method = module.lin.forward
+        module.lin.forward = module.lin.forward
+        module.lin.register_forward_hook(lambda m, *_: seen.append(m.forward.__self__))
+        seen = []
+        wrap(side, module)(ints(4, 3))
+        assert len(seen) == 4 and all((m is not module.lin) == rebound for m in seen)
+
+
+@row("dictionaries of hooks")
+def test_hook_dictionaries():
+    for side, count in ((THEIRS, 1), (OURS, 3)):
+        module = Apply(lambda self, x: (seen.append(self.lin._forward_hooks), x)[1])
+        seen = []
+        wrap(side, module)(ints(4, 3))
+        assert len({id(hooks) for hooks in [*seen, module.lin._forward_hooks]}) == count
+
+
+@row("`torch.compile`d modules, whole or inside")
+@pytest.mark.slow
+def test_compiled():
+    def compiled():
+        return torch.compile(linear(), backend="eager")
+
+    for module in (compiled, lambda: nn.Sequential(compiled())):
+        with pytest.raises(AttributeError):
+            wrap(THEIRS, module())(ints(4, 3))
+        same(wrap(OURS, module())(ints(4, 3)), linear()(ints(4, 3)))
+    for side, on_replica in ((THEIRS, False), (OURS, True)):
+        seen = []
+        module = Apply(lambda self, x: (seen.append(hasattr(self, "_is_replica")), x)[1])
+        module.compile(backend=lambda graph, _: graph)
+        wrap(side, module)(ints(4, 3))
+        assert set(seen) == {on_replica}
+    torch._dynamo.reset()
+
+
+@row("own `gather` that does not call the wrapper's")
+def test_own_gather():
+    for side, base, options in (
+        (THEIRS, oracle.DataParallel, {}),
+        (OURS, fastdp.DataParallel, {"bucket_bytes": 1}),
+    ):
+        kind = type("Own", (base,), {"gather": lambda self, out, device: torch.cat(list(out))})
+        module = Apply(lambda self, x: x @ self.lin.weight.T)
+        wrap(side, module, kind, **options)(ints(4, 3)).sum().backward()
+        assert (grads(module)["lin.bias"] is None) == (side == OURS)
+
+
+# Threads, errors, gradients.
+
+
+@row("threads")
+def test_threads():
+    for side in (THEIRS, OURS):
+        runs = []
+        dp = wrap(side, Apply(lambda self, x: (runs.append(threading.current_thread()), x)[1]))
+        dp(ints(4, 3))
+        first, runs[:] = set(runs), []
+        dp(ints(4, 3))
+        kept = side == OURS
+        assert (first == set(runs)) == kept
+        assert (threading.current_thread() in runs) == kept
+
+
+@row("state that replicas see")
+def test_thread_state():
+    def look(self):
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+            torch.empty(()).device.type,
+        )
+
+    def under(side):
+        torch.set_default_device("meta")
+        try:
+            with torch.autocast("cpu", torch.float16, cache_enabled=False), torch.no_grad():
+                seen = []
+                wrapped = wrap(side, module)
+                module.function = lambda self, x: (seen.append(look(self)), x)[1]
+                with torch.inference_mode():
+                    wrapped(x)
+        finally:
+            torch.set_default_device(None)
+        return seen
+
+    module, x = Apply(None), ints(4, 3)
+    standard = torch.bfloat16
+    assert under(THEIRS) == [(False, False, True, standard, True, "cpu")] * 2
+    assert under(OURS) == [(False, True, True, torch.float16, False, "meta")] * 2
+
+
+@row("saved-tensor hooks, function and dispatch modes (`with torch.device(...)` is one)")
+def test_hooks_and_modes():
+    def forward(self, x):
+        places.append(torch.empty(()).device.type)
+        return self.lin(x).exp()
+
+    for side, packed_by, on_meta in ((THEIRS, 0, 0), (OURS, 1, 1)):
+        threads, places = set(), []
+
+        def pack(tensor):
+            threads.add(threading.current_thread())
+            return tensor
+
+        module, x = Apply(forward), ints(4, 3)
+        dp = wrap(side, module)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            dp(x)
+        assert len(threads) == packed_by
+        places.clear()
+        with torch.device("meta"):
+            dp(x)
+        assert places.count("meta") == on_meta and len(places) == 2
+
+
+class Two(Exception):
+    def __init__(self, first, second):
+        super().__init__(first, second)
+
+
+@row("an error in a replica")
+def test_error():
+    def forward(self, x):
+        raise error
+
+    for error, theirs in ((KeyError("k"), KeyError), (Two(1, 2), RuntimeError)):
+        for side, kind in ((THEIRS, theirs), (OURS, type(error))):
+            with pytest.raises(kind, match=f"Caught {type(error).__name__} in replica 0") as caught:
+                call(side, forward)
+            assert type(caught.value) is kind
+            cause = error if side == OURS else None
+            assert caught.value.__cause__ is cause
+        assert error.__traceback__ is None
+
+
+@row("`SystemExit` in a replica")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_system_exit():
+    def forward(self, x):
+        if rank_of(x) == 1:
+            raise SystemExit(3)
+        return x
+
+    with pytest.raises(KeyError):
+        call(THEIRS, forward, ranked())
+    with pytest.raises(SystemExit):
+        call(OURS, forward, ranked())
+
+
+@row("sums of gradients")
+def test_order_of_sums():
+    # 2**53 + 1 is rounded down: only one order of three terms keeps the 1.
+    terms = torch.tensor([[2.0**53], [-(2.0**53)], [1.0]], dtype=torch.float64)
+    for order, total in (([0, 1, 2], 1.0), ([0, 2, 1], 0.0), ([2, 0, 1], 0.0)):
+        module = nn.Linear(1, 1, bias=False).double()
+        dp = fastdp.DataParallel(module, device_ids=["cpu"] * 3)
+        dp(terms[order]).sum().backward()
+        assert module.weight.grad.item() == total
+
+
+@row("`torch.func` transforms of the wrapper")
+def test_function_transforms():
+    for side, text in ((THEIRS, "setup_context"), (OURS, "Call the module itself")):
+        dp = wrap(side, linear())
+        with pytest.raises(RuntimeError, match=re.escape(text)):
+            torch.func.grad(lambda x: dp(x).sum())(ints(4, 3))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_known_limits():
+    with pytest.raises(ValueError, match="must be 1 to 64"):
+        fastdp.DataParallel(linear(), device_ids=["cpu"] * 65)(ints(65, 3))
+    forward_ad = torch.autograd.forward_ad
+    for side in (THEIRS, OURS):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError):
+            wrap(side, linear())(forward_ad.make_dual(ints(4, 3), ints(4, 3)))
