@@ -417,7 +417,7 @@ def test_functions_of_the_module_level(impl):
     module, plain = Net().to(impl.home), Net()
     x = ints(7, 3)
     inputs = api.scatter(x, ids)
-    assert isinstance(inputs, tuple) and [tuple(t.shape) for t in inputs] == [(3, 3), (3, 3), (1, 3)]
+    assert isinstance(inputs, tuple) and [len(chunk) for chunk in inputs] == [3, 3, 1]
     replicas = api.replicate(module, ids[: len(inputs)])
     outputs = api.parallel_apply(replicas, [(t,) for t in inputs])
     result = api.gather(outputs, impl.home_id)

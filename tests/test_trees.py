@@ -106,7 +106,7 @@ def test_identity_over_the_wrapper(fast, case, n):
     shape=trees(st.sampled_from([0, 1, 2])),
 )
 def test_gradients_through_any_nesting(fast, batch, n, shape):
-    """Leaves are numbers of inputs; each input's gradient counts how often it stands in the tree."""
+    """Leaves are numbers of inputs; an input's gradient is how often it stands in the tree."""
     inputs = [torch.ones(batch, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
 
     def fill(tree, make):

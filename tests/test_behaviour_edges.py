@@ -1,0 +1,396 @@
+"""Rarer kinds within BEHAVIOUR A, C, D and I: trees with cycles, forwards that rebuild themselves,
+gradients taken inside forward, odd tensors, errors whose text is not their argument."""
+
+import collections
+import subprocess
+import threading
+
+import pytest
+import torch
+from nets import CLOSE, Apply, Net, by_hand, close, grads, ints, linear, same
+from torch import nn
+
+row = pytest.mark.row
+
+
+# Trees.
+
+
+@row("A: a child that registers its parent as a child")
+def test_a_tree_with_a_cycle(impl):
+    def forward(self, x):
+        assert self.lin.parent is self
+        return self.lin(x)
+
+    module = Apply(forward)
+    dp = impl.wrap(module, 2)
+    module.lin.parent = module  # from here on torch's own `to` would recurse for ever
+    for _ in range(2):
+        same(out := dp(ints(4, 3)), linear()(ints(4, 3)))
+    out.sum().backward()
+    same(module.lin.weight.grad, ints(4, 3).sum(0).expand(2, 3))
+
+
+@row("A: attributes / counters set in forward: parameters, buffers, children, modes")
+def test_what_forward_registers_on_a_replica_is_dropped(impl):
+    def forward(self, x):
+        assert not hasattr(self, "extra") and not hasattr(self, "stash")
+        assert not hasattr(self, "child") and self.training and self.lin.bias is not None
+        y = self.lin(x)
+        self.extra = nn.Parameter(torch.zeros(1))
+        self.register_buffer("stash", torch.zeros(1))
+        self.child = nn.Linear(1, 1)
+        self.lin.bias = None
+        self.eval()
+        del self.lin
+        return y
+
+    module = Apply(forward)
+    names = list(module.state_dict())
+    dp = impl.wrap(module, 3)
+    for _ in range(3):
+        same(dp(ints(6, 3)), linear()(ints(6, 3)))
+    assert list(module.state_dict()) == names and module.training
+    assert list(dict(module.named_modules())) == ["", "lin"]
+
+
+@row("A: parameters() of a child replaced in forward")
+def test_child_replaced_in_forward_is_used_and_dropped(impl):
+    def forward(self, x):
+        old = self.lin
+        self.lin = nn.Sequential(old, nn.Flatten())
+        return self.lin(x)
+
+    module = Apply(forward)
+    dp = impl.wrap(module, 2)
+    for _ in range(2):
+        same(out := dp(ints(4, 3)), linear()(ints(4, 3)))
+    out.sum().backward()
+    same(module.lin.weight.grad, ints(4, 3).sum(0).expand(2, 3))
+
+
+class Sealed(nn.Module):
+    """Its own __setattr__, __getattr__ and a property."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = linear()
+        super().__setattr__("sealed", True)
+
+    def __setattr__(self, name, value):
+        if self.__dict__.get("sealed"):
+            raise AttributeError(f"sealed: {name}")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name):
+        if name == "twice":
+            return 2
+        return super().__getattr__(name)
+
+    @property
+    def weight(self):
+        return self.lin.weight
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.lin.bias) * self.twice
+
+
+@row("A: a module with its own __setattr__")
+def test_module_with_its_own_attribute_access(fast):
+    module = Sealed()
+    out = fast.wrap(module, 2)(ints(4, 3))
+    same(out, 2 * linear()(ints(4, 3)))
+    out.sum().backward()
+    same(module.lin.weight.grad, 2 * ints(4, 3).sum(0).expand(2, 3))
+
+
+@row("A: a module with its own _replicate_for_data_parallel")
+def test_module_that_replicates_itself(impl):
+    class Own(nn.Linear):
+        def _replicate_for_data_parallel(self):
+            replica = super()._replicate_for_data_parallel()
+            replica.mark = "replicated"
+            return replica
+
+    seen = []
+    own = Own(3, 2).double()
+    module = Apply(lambda s, x: seen.append(s.own.mark) or s.own(x))
+    module.own = own
+    want = nn.functional.linear(ints(4, 3), own.weight.detach().clone(), own.bias.detach().clone())
+    same(out := impl.wrap(module, 2)(ints(4, 3)), want)
+    out.sum().backward()
+    same(own.weight.grad, ints(4, 3).sum(0).expand(2, 3))
+    assert seen == ["replicated"] * 2 and not hasattr(own, "mark")
+
+
+# Odd tensors in the module.
+
+
+ODD = {
+    "expanded": lambda: torch.ones(1).double().expand(2),
+    "strided": lambda: torch.arange(4.0).double()[::2],
+    "overlapping": lambda: torch.arange(3.0).double().as_strided((2, 2), (1, 1)),
+    "sparse": lambda: torch.tensor([0.0, 3.0]).double().to_sparse(),
+    "zero-size": lambda: torch.zeros(0, 2).double(),
+    "0-dim": lambda: torch.tensor(3.0).double(),
+}
+
+
+@row("A: buffers of odd layouts; D: sparse parameters: match or copy")
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("grad", [True, False])
+def test_buffers_of_odd_layouts(impl, kind, grad):
+    seen = []
+    module = Apply(lambda s, x: seen.append(s.odd) or s.lin(x))
+    module.register_buffer("odd", ODD[kind]())
+    with torch.set_grad_enabled(grad):
+        same(impl.wrap(module, 3)(ints(6, 3)), linear()(ints(6, 3)))
+    assert len(seen) == 3
+    for buffer in seen:
+        assert buffer.layout == ODD[kind]().layout
+        same(buffer.to_dense(), ODD[kind]().to_dense())
+
+
+@row("A: two buffers that are views of one storage")
+def test_buffers_that_share_storage(impl):
+    seen = []
+    both = torch.arange(6.0).double()
+    module = Apply(lambda s, x: seen.append((s.a.clone(), s.b.clone())) or s.lin(x))
+    module.register_buffer("a", both[:4])
+    module.register_buffer("b", both[2:])
+    impl.wrap(module, 2)(ints(4, 3))
+    for a, b in seen:
+        same((a, b), (both[:4], both[2:]))
+
+
+@row("F: weights made under inference mode")
+def test_weights_made_under_inference_mode(fast):
+    with torch.inference_mode():
+        module = linear()
+    dp = fast.wrap(module, 2)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            same(dp(ints(4, 3)), module(ints(4, 3).to(fast.home)))
+
+
+@row("A: many replicas")
+@pytest.mark.parametrize("n", [8, 16])
+def test_many_replicas(impl, n):
+    module, plain = Net(), Net()
+    impl.wrap(module, n)(ints(3 * n, 3)).sum().backward()
+    plain(ints(3 * n, 3)).sum().backward()
+    same(grads(module), grads(plain))
+
+
+# Gradients taken inside forward.
+
+
+@row("D: backward / zero_grad inside forward")
+def test_backward_inside_forward(impl):
+    """Each replica's part reaches the base at once; together they are the batch's."""
+
+    def forward(self, x):
+        (self.lin(x) ** 2).sum().backward()
+        return x
+
+    module, plain = Apply(forward), linear()
+    dp = impl.wrap(module, 3)
+    for _ in range(2):
+        dp(ints(6, 3))
+        (plain(ints(6, 3)) ** 2).sum().backward()
+    same(module.lin.weight.grad, plain.weight.grad)
+    same(module.lin.bias.grad, plain.bias.grad)
+
+
+class InnerLoop(nn.Module):
+    """One inner step per chunk, differentiated through (MAML)."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(ints(2, 3))
+        self.b = nn.Parameter(ints(2))
+
+    def forward(self, x):
+        inner = (nn.functional.linear(x, self.w, self.b) ** 2).sum()
+        dw, db = torch.autograd.grad(inner, (self.w, self.b), create_graph=True)
+        return nn.functional.linear(x, self.w - 0.5 * dw, self.b - 0.25 * db)
+
+
+@row("D: autograd.grad w.r.t. base parameters: inside forward gradients stop at the replica")
+def test_an_inner_loop_inside_forward(impl):
+    module = InnerLoop()
+    want, want_grads, _ = by_hand(InnerLoop(), ints(5, 3), 2)
+    same(out := impl.wrap(module, 2)(ints(5, 3)), want)
+    out.sum().backward()
+    same(grads(module), want_grads)
+
+
+@row("D: gradient penalty inside forward")
+def test_penalty_inside_forward(impl):
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return (g**2).sum(1)
+
+    module, plain = Apply(forward), Apply(forward)
+    module.net, plain.net = Net(), Net()
+    same(out := impl.wrap(module, 2)(ints(5, 3)), want := plain(ints(5, 3)))
+    out.sum().backward()
+    want.sum().backward()
+    same(grads(module.net)["first.weight"], grads(plain.net)["first.weight"])
+    same(grads(module.net)["second.weight"], grads(plain.net)["second.weight"])
+
+
+@row("D: third derivatives")
+def test_third_derivative(impl):
+    def run(module, m):
+        x = torch.full((4, 3), 2.0).double().requires_grad_()
+        y = module(x)
+        for _ in range(2):
+            (y,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+        y.sum().backward()
+        return x.grad, grads(m)["first.weight"], grads(m)["second.weight"]
+
+    module, plain = Net(), Net()
+    for got, want in zip(run(impl.wrap(module, 2), module), run(plain, plain), strict=True):
+        close(got, want, **CLOSE)
+
+
+@row("D: autograd.grad w.r.t. base parameters: vector-Jacobian products with outputs that need none")
+def test_grad_outputs_of_several_outputs(impl):
+    module, plain = Net(), Net()
+
+    def run(run, m):
+        y, z = run(ints(4, 3)), run(ints(5, 3, seed=2))
+        return torch.autograd.grad(
+            [y, z], list(m.parameters()), [torch.ones_like(y), 2 * torch.ones_like(z)]
+        )
+
+    same(run(impl.wrap(module, 2), module), run(plain, plain))
+
+
+@row("D: gradients of a replica whose output needs none")
+def test_output_detached_on_one_replica(impl):
+    """Replica 1 returns a tensor outside the graph: it gets no gradient, the others theirs."""
+    module = Apply(lambda s, x: s.lin(x).detach() if x[0, 0] == 1 else s.lin(x))
+    x = torch.tensor([[0.0, 1, 2], [1.0, 1, 2], [2.0, 1, 2]]).double()
+    out = impl.wrap(module, 3)(x)
+    assert out.requires_grad
+    out.sum().backward()
+    same(module.lin.weight.grad, x[[0, 2]].sum(0).expand(2, 3))
+
+
+# Results.
+
+
+@row("C: dict outputs: keys that are not strings")
+def test_dict_keys_of_any_kind(impl):
+    x = ints(4, 3)
+    out = impl.wrap(Apply(lambda s, x: {0: x, (1, "a"): [x], None: x}), 2)(x)
+    same(out, {0: x, (1, "a"): [x], None: x})
+
+
+@row("C: other leaves: NumPy arrays")
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_numpy_arrays_are_not_turned_into_garbage(fast, length):
+    numpy = pytest.importorskip("numpy")
+    dp = fast.wrap(Apply(lambda s, x: numpy.zeros(length)), 2)
+    with pytest.raises(TypeError, match="ndarray"):
+        dp(ints(4, 3))
+
+
+class Plain(collections.OrderedDict):
+    pass
+
+
+@row("C: dict outputs")
+@pytest.mark.parametrize("kind", [Plain, collections.defaultdict])
+def test_dict_subclasses_are_rebuilt_or_refused(impl, kind):
+    x = ints(4, 3)
+    if kind is Plain:
+        same(impl.wrap(Apply(lambda s, x: kind(x=x)), 2)(x), Plain(x=x))
+        return
+    with pytest.raises(TypeError):
+        impl.wrap(Apply(lambda s, x: kind(list, {"x": x})), 2)(x)
+
+
+# Errors whose text is not their first argument.
+
+
+class Silent(Exception):
+    def __str__(self):
+        return "always this"
+
+
+def decode_error():
+    return UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+
+@row("I: exceptions with odd constructors")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Silent,
+        decode_error,
+        lambda: subprocess.CalledProcessError(3, "cmd"),
+        lambda: FileNotFoundError(2, "No such file", "a.txt"),
+        lambda: ImportError("no", name="mod"),
+        lambda: StopIteration(5),
+        ValueError,
+    ],
+    ids=lambda make: getattr(make, "__name__", None),
+)
+def test_the_place_is_in_the_text_of_every_error(fast, make, rank):
+    """Either the type can carry the text, or a RuntimeError does; the original is the cause."""
+
+    def forward(self, x):
+        if int(x[0, 0]) == rank:
+            raise make()
+        return self.lin(x)
+
+    x = torch.tensor([[0.0, 1, 1], [1.0, 1, 1]]).double()
+    kind = type(make())
+    with pytest.raises((kind, RuntimeError)) as caught:
+        fast.wrap(Apply(forward), 2)(x)
+    assert f"Caught {kind.__name__} in replica {rank}" in str(caught.value)
+    assert "in forward" in str(caught.value)
+    assert type(caught.value.__cause__) is kind
+
+
+@row("I: an error raised while another is handled keeps its chain")
+def test_chained_errors_show_both(impl):
+    def forward(self, x):
+        try:
+            raise KeyError("the first")
+        except KeyError as error:
+            raise ValueError("the second") from error
+
+    with pytest.raises(ValueError, match=r"(?s)the first.*the second"):
+        impl.wrap(Apply(forward), 2)(ints(4, 3))
+
+
+@row("I: the same error object raised by every replica, call after call")
+def test_one_error_object_raised_again_and_again(fast):
+    """A module-level singleton error must not gather a longer text or chain each time."""
+    single = ValueError("one")
+
+    def forward(self, x):
+        raise single
+
+    dp = fast.wrap(Apply(forward), 2)
+    lengths = []
+    for _ in range(4):
+        with pytest.raises(ValueError) as caught:
+            dp(ints(4, 3))
+        lengths.append(len(str(caught.value)))
+    assert len(set(lengths[1:])) == 1 and str(single) == "one"
+
+
+@row("I: thread names, daemons")
+def test_worker_threads_are_daemons(fast):
+    seen = []
+    module = Apply(lambda s, x: seen.append(threading.current_thread()) or s.lin(x))
+    fast.wrap(module, 3)(ints(6, 3))
+    workers = [t for t in seen if t is not threading.current_thread()]
+    assert len(workers) == 2 and all(t.daemon for t in workers)
