@@ -379,3 +379,15 @@ def test_many_types_do_not_confuse_the_memory_of_types():
         assert _C.layout(torch.ones(k, 2))[0] == (k, 2)
         assert _C.layout(torch.nn.Parameter(torch.ones(3)))[0] == (3,)
         assert _C.layout(np.ones(2))[0] == (2,)
+
+
+@pytest.mark.parametrize("entry", ["borrow", "managed_from_py"])
+def test_a_table_that_fails_without_an_error(entry):
+    kind = BORROW if entry == "borrow" else FROM_PY
+    table = make_table(**{entry: kind(lambda obj, out: -1)})
+
+    class Carrier(Producer):
+        __dlpack_c_exchange_api__ = table_capsule(table)
+
+    with pytest.raises(SystemError, match=r"^tensors\[1\]: the producer failed without an error$"):
+        _C.borrow((torch.ones(1), Carrier()))
