@@ -68,8 +68,9 @@ fdp_status fdp_check_slices(const char *verb, fdp_named_views parts, const char 
     if (part->shape[dim] > whole->shape[dim] - total) {
       return fdp_fail(FDP_INVALID_ARGUMENT, "%s: %s[%d] has shape %s, but dimension %d must be at "
                       "most %" PRId64 ", what the ones before it left of %s %s", verb, parts.name,
-                      i, fdp_view_shape_text(part, text, sizeof text), dim, whole->shape[dim] - total,
-                      whole_name, fdp_view_shape_text(whole, whole_text, sizeof whole_text));
+                      i, fdp_view_shape_text(part, text, sizeof text), dim,
+                      whole->shape[dim] - total, whole_name,
+                      fdp_view_shape_text(whole, whole_text, sizeof whole_text));
     }
     total += part->shape[dim];
   }

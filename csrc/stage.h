@@ -21,9 +21,9 @@ fdp_status fdp_stage_open(fdp_stage *stage, const fdp_endpoint *endpoint, int64_
 fdp_status fdp_stage_plan(const fdp_stage *stage, fdp_copy_list *list, const fdp_view *source,
                           const fdp_view *layout, int64_t *used_bytes, void **address);
 fdp_status fdp_stage_run(const fdp_stage *stage, const fdp_copy_list *list);
-/* Gives the buffer back and returns `status`, which the work with it came to, or the failure to give
- * back. After a failure, `readers` may still be reading: the endpoint's stream waits for them first,
- * as far as that goes. Safe on a stage that is all zeros. */
+/* Gives the buffer back and returns `status`, which the work with it came to, or the failure to
+ * give back. After a failure, `readers` may still be reading: the endpoint's stream waits for them
+ * first, as far as that goes. Safe on a stage that is all zeros. */
 fdp_status fdp_stage_close(fdp_stage *stage, fdp_status status, const fdp_endpoint *readers,
                            int32_t reader_count);
 

@@ -174,12 +174,46 @@ bool fdp_view_overlaps_itself(const fdp_view *view) {
   return false;
 }
 
+/* The dimension of the largest step, or -1. */
+static int32_t outermost_dim(const fdp_view *view) {
+  int32_t outermost = -1;
+  int64_t largest = 0;
+  for (int32_t d = 0; d < view->ndim; ++d) {
+    int64_t stride = view->strides[d] < 0 ? -view->strides[d] : view->strides[d];
+    if (view->shape[d] <= 1 || stride <= largest) continue;
+    outermost = d;
+    largest = stride;
+  }
+  return outermost;
+}
+
+/* True if both repeat at the same distance and lie in each other's gaps, as two ranges of columns
+ * of one matrix do. False if that cannot be told. */
+static bool lie_side_by_side(const fdp_view *a, const fdp_view *b) {
+  int32_t dim_a = outermost_dim(a);
+  int32_t dim_b = outermost_dim(b);
+  if (dim_a < 0 || dim_b < 0) return false;
+  int64_t step_a = a->strides[dim_a] * (int64_t)fdp_dtype_bytes(a->dtype);
+  int64_t step_b = b->strides[dim_b] * (int64_t)fdp_dtype_bytes(b->dtype);
+  int64_t step = step_a < 0 ? -step_a : step_a;
+  if (step_b != step && step_b != -step) return false;
+  const char *begin_a, *end_a, *begin_b, *end_b;
+  fdp_view row_a = fdp_view_narrow(a, dim_a, 0, 1);
+  fdp_view row_b = fdp_view_narrow(b, dim_b, 0, 1);
+  fdp_view_extent(&row_a, &begin_a, &end_a);
+  fdp_view_extent(&row_b, &begin_b, &end_b);
+  int64_t distance = (int64_t)((intptr_t)begin_b - (intptr_t)begin_a) % step;
+  if (distance < 0) distance += step;
+  return distance >= end_a - begin_a && distance <= step - (end_b - begin_b);
+}
+
 bool fdp_views_overlap(const fdp_view *a, const fdp_view *b) {
   const char *begin_a, *end_a, *begin_b, *end_b;
   if (!fdp_device_equal(a->device, b->device)) return false;
   fdp_view_extent(a, &begin_a, &end_a);
   fdp_view_extent(b, &begin_b, &end_b);
-  return begin_a < end_a && begin_b < end_b && begin_a < end_b && begin_b < end_a;
+  if (begin_a >= end_a || begin_b >= end_b || begin_a >= end_b || begin_b >= end_a) return false;
+  return !lie_side_by_side(a, b);
 }
 
 bool fdp_view_same_shape(const fdp_view *a, const fdp_view *b) {

@@ -52,7 +52,8 @@ bool fdp_view_is_dense(const fdp_view *view);
 /* True if two indices may share an address: fine to read, refused for writing. Exact for dense and
  * for zero-stride views; may err to true for exotic strides. */
 bool fdp_view_overlaps_itself(const fdp_view *view);
-/* True if the two extents share a byte (on one device). */
+/* True if the two may share a byte (on one device). Exact when their extents are apart, when they
+ * are dense, and for ranges of columns of one matrix; may err to true for exotic strides. */
 bool fdp_views_overlap(const fdp_view *a, const fdp_view *b);
 bool fdp_view_same_shape(const fdp_view *a, const fdp_view *b);
 /* Same shape, and the same strides wherever a dimension has more than one element. */

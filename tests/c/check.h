@@ -28,8 +28,8 @@ void check_case(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void check_true(bool is_true, const char *file, int line, const char *text);
 void check_equal(int64_t actual, int64_t expected, const char *file, int line, const char *text);
 void check_text(const char *actual, const char *expected, const char *file, int line);
-/* `status` is as expected; when it is a failure, the thread's message is exactly `message` (NULL: any
- * but an empty one). */
+/* `status` is as expected; when it is a failure, the thread's message is exactly `message` (NULL:
+ * any but an empty one). */
 void check_status(fdp_status status, fdp_status expected, const char *message, const char *file,
                   int line);
 

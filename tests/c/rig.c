@@ -107,6 +107,7 @@ bool rig_guards_hold(const rig_array *array) {
   return holds;
 }
 
+/* Scratch that is not in use is filled with NaNs, so that a read after its time shows. */
 void rig_open(rig *ranks, bool with_threads) {
   *ranks = (rig){0};
   CHECK_OK(fdp_context_open(&ranks->context));
@@ -121,6 +122,9 @@ void rig_open(rig *ranks, bool with_threads) {
     CHECK_OK(fdp_context_adopt(ranks->context, ranks->devices[r]));
     CHECK_OK(ranks->devices[r]->ops->stream_open(ranks->devices[r], &ranks->streams[r]));
     ranks->ids[r] = ranks->devices[r]->id;
+  }
+  for (int32_t r = 0; r < RIG_RANKS; ++r) {
+    CHECK_OK(fdp_pool_debug_fill(fdp_context_pool(ranks->context, ranks->devices[r])));
   }
 }
 

@@ -1,9 +1,9 @@
-/* A simulated backend for tests. Nothing runs when it is enqueued; sim_run then runs all of it in an
- * order that a seed picks among the legal ones: streams in order, waits after their records. Every
- * operation notes the bytes it reads and writes, and a vector clock; two operations that touch the
- * same byte, one of them writing, and that no chain of streams, records and waits puts in order, are
- * a race, whatever order happened to run. So a missing wait is found for certain, not by luck. One
- * thread. Devices have host ids, so that the `local` transport joins them. */
+/* A simulated backend for tests. Nothing runs when it is enqueued; sim_run then runs all of it in
+ * an order that a seed picks among the legal ones: streams in order, waits after their records.
+ * Every operation notes the bytes it reads and writes, and a vector clock; two operations that
+ * touch the same byte, one of them writing, and that no chain of streams, records and waits puts in
+ * order, are a race, whatever order happened to run. So a missing wait is found for certain, not by
+ * luck. One thread. Devices have host ids, so that the `local` transport joins them. */
 #ifndef FDP_TEST_SIM_H
 #define FDP_TEST_SIM_H
 
@@ -19,8 +19,8 @@ void sim_close(sim *world);
 fdp_device *sim_device(sim *world, int32_t ordinal);
 fdp_stream *sim_stream(sim *world);
 
-/* Work of a user's: reads or writes all of a view. Writing fills it with bytes `value`; reading does
- * nothing but count. */
+/* Work of a user's: reads or writes all of a view. Writing fills it with bytes `value`; reading
+ * does nothing but count. */
 void sim_write(fdp_stream *stream, const fdp_view *view, unsigned char value);
 void sim_read(fdp_stream *stream, const fdp_view *view);
 

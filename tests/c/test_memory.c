@@ -1,5 +1,5 @@
-/* Steady state and shortage: no new memory after warm-up, and every failing allocation of every verb
- * is an error that leaves everything usable. */
+/* Steady state and shortage: no new memory after warm-up, and every failing allocation of every
+ * verb is an error that leaves everything usable. */
 #include <string.h>
 
 #include "../../csrc/broadcast.h"
@@ -83,7 +83,8 @@ static fdp_status call(work *made, int verb) {
   }
 }
 
-/* On the host's own stream a warm verb takes at most one block of memory, and none of the device. */
+/* On the host's own stream a warm verb takes at most one block of memory, and none of the
+ * device. */
 static void test_steady_state(void) {
   for (int layout = 0; layout < 2; ++layout) {
     work made;
@@ -98,7 +99,8 @@ static void test_steady_state(void) {
       allocations = check_allocation_count() - allocations;
       CHECK_EQUAL(fdp_pool_read_stats(pool).device_takes, takes);
       if (layout == 0) CHECK(allocations <= 1);
-      if (layout == 0 && verb >= REDUCE) CHECK_EQUAL(allocations, 0);
+      bool fits = FDP_PLAN_INLINE_COPIES >= RANKS; /* not in a build that shrinks the limits */
+      if (layout == 0 && verb >= REDUCE && fits) CHECK_EQUAL(allocations, 0);
     }
     work_close(&made);
   }

@@ -1,6 +1,7 @@
 /* Stream order. On the simulated backend every verb runs between work of a user's that writes and
- * reads the same memory; no pair of operations may be unordered, under any seed, and leaving out any
- * single wait must be found. On real threads, with a delayed stream, the results are right. */
+ * reads the same memory; no pair of operations may be unordered, under any seed, and leaving out
+ * any single wait must be found. On real threads, with a delayed stream, the results are right. */
+#include <semaphore.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -281,8 +282,59 @@ static void test_delays(void) {
   rig_close(&ranks);
 }
 
+static fdp_status wait_for_semaphore(void *semaphore) {
+  while (sem_wait(semaphore) != 0) continue;
+  return FDP_OK;
+}
+
+/* A target whose stream is busy holds up nobody but itself and, afterwards, the source. */
+static void test_targets_are_independent(void) {
+  rig ranks;
+  sem_t gate;
+  fdp_event *event = NULL;
+  bool passed = true;
+  rig_open(&ranks, true);
+  sem_init(&gate, 0, 0);
+  rig_array source = rig_array_open(float32, 1, (int64_t[]){4}, RIG_ROWS, ranks.ids[0]);
+  rig_array targets[2];
+  fdp_view views[2], flats[2];
+  fdp_bucket *bucket = NULL;
+  rig_fill(&source, 0);
+  for (int32_t r = 0; r < 2; ++r) {
+    targets[r] = rig_array_open(float32, 1, (int64_t[]){4}, RIG_ROWS, ranks.ids[r + 1]);
+    views[r] = flats[r] = targets[r].view;
+  }
+  CHECK_OK(fdp_bucket_open(&source.view, 1, &bucket));
+  fdp_device *home = ranks.devices[0], *busy = ranks.devices[1], *idle = ranks.devices[2];
+  CHECK_OK(home->ops->event_open(home, &event));
+  for (int32_t verb = 0; verb < 2; ++verb) {
+    CHECK_OK(fdp_device_host_enqueue(busy, ranks.streams[1], wait_for_semaphore, &gate));
+    if (verb == 0) {
+      CHECK_OK(fdp_broadcast(ranks.context, &source.view, ranks.streams[0], views,
+                             &ranks.streams[1], 2));
+    } else {
+      CHECK_OK(fdp_bucket_broadcast(ranks.context, bucket, &source.view, ranks.streams[0], flats,
+                                    &ranks.streams[1], 2));
+    }
+    CHECK_OK(idle->ops->event_record(idle, event, ranks.streams[2]));
+    CHECK_OK(idle->ops->event_synchronize(idle, event, 10000, NULL));
+    CHECK_OK(home->ops->event_record(home, event, ranks.streams[0]));
+    CHECK_OK(home->ops->event_query(home, event, &passed));
+    CHECK(!passed);
+    sem_post(&gate);
+    rig_finish(&ranks);
+  }
+  home->ops->event_close(home, event);
+  fdp_bucket_close(bucket);
+  rig_close(&ranks);
+  for (int32_t r = 0; r < 2; ++r) rig_array_close(&targets[r]);
+  rig_array_close(&source);
+  sem_destroy(&gate);
+}
+
 void test_order(void) {
   test_simulated();
   test_pool_order();
   test_delays();
+  test_targets_are_independent();
 }

@@ -123,6 +123,49 @@ static void test_against_slow(void) {
   check_case("%s", "");
 }
 
+/* Pairs of small matrices in one window: whoever shares a byte is found; columns, rows and blocks
+ * side by side are told apart. */
+static void test_overlap_of_two(void) {
+  static _Alignas(64) char memory[SLOW_BYTES];
+  unsigned char touched[2][SLOW_BYTES];
+  int64_t sides = 0;
+  for (int32_t number = 0; number < 4 * 4 * 4 * 4 * 16 * 2; ++number) {
+    int32_t rest = number;
+    fdp_view views[2];
+    for (int32_t v = 0; v < 2; ++v) {
+      views[v] = (fdp_view){.device = host, .dtype = uint8, .ndim = 2, .shape = {1 + rest % 4, 0},
+                            .strides = {4, 1}};
+      rest /= 4;
+      views[v].shape[1] = 1 + rest % 4;
+      rest /= 4;
+    }
+    int64_t offset = rest % 16;
+    if (rest / 16 == 1) { /* the second upside down */
+      views[1].strides[0] = -4;
+      offset += (views[1].shape[0] - 1) * 4;
+    }
+    views[0].data = memory + SLOW_BYTES / 2;
+    views[1].data = memory + SLOW_BYTES / 2 + offset;
+    look(&views[0], touched[0]);
+    look(&views[1], touched[1]);
+    bool shares = false;
+    for (int64_t i = offset; i < SLOW_BYTES; ++i) {
+      shares |= touched[0][i] && touched[1][i - offset];
+    }
+    /* Wrapped columns: neither is one range within a row of the other. */
+    bool told = views[0].shape[0] > 1 && views[1].shape[0] > 1 && views[1].shape[1] <= 4 &&
+                offset % 4 + views[1].shape[1] <= 4;
+    bool overlaps = fdp_views_overlap(&views[0], &views[1]);
+    check_case("pair %d", number);
+    CHECK(overlaps || !shares);
+    if (told) CHECK_EQUAL(overlaps, shares);
+    sides += told && !shares;
+    CHECK_EQUAL(fdp_views_overlap(&views[1], &views[0]), overlaps);
+  }
+  check_case("%s", "");
+  CHECK(sides > 100);
+}
+
 static void test_rest(void) {
   fdp_view rows = view_of(3, (int64_t[]){2, 3, 4}, (int64_t[]){12, 4, 1});
   fdp_view columns = view_of(3, (int64_t[]){2, 3, 4}, (int64_t[]){1, 2, 6});
@@ -175,5 +218,6 @@ static void test_rest(void) {
 void test_view(void) {
   test_refuses();
   test_against_slow();
+  test_overlap_of_two();
   test_rest();
 }
