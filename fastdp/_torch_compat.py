@@ -15,7 +15,6 @@ import torch
 PRIVATE = {
     "_make_subclass": "torch.Tensor",
     "_set_sequence_nr": "torch.autograd.Function",  # on a node, made by a Function
-    "_GLOBAL_DEVICE_CONTEXT": "torch",
     "_log_api_usage_once": "torch._C",
     "_check_balance": "torch.nn.parallel.data_parallel",
     "_current_level": "torch.autograd.forward_ad",
@@ -50,10 +49,9 @@ def inside_function_transform() -> bool:
 
 
 def default_device() -> Any:
-    """The device that this thread set by `torch.set_default_device`, or None."""
-    holder = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
-    context = getattr(holder, "device_context", None)
-    return None if context is None else context.device
+    """What `torch.set_default_device` or `with torch.device(...)` made the default here, or None."""
+    device = torch.get_default_device()
+    return None if device.type == "cpu" else device
 
 
 def use_default_device(device: Any) -> ContextManager[Any]:

@@ -10,7 +10,7 @@ from typing import Any, Sequence, Tuple
 import torch
 from torch.autograd import Function, forward_ad
 
-from . import moves
+from . import _torch_compat, moves
 from .arrays import TORCH
 
 
@@ -18,7 +18,7 @@ def is_recorded(tensors: Sequence[torch.Tensor]) -> bool:
     """True if autograd, backward or forward mode, must see what is made of these tensors."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
-    return forward_ad._current_level >= 0 and any(
+    return _torch_compat.forward_mode_active() and any(
         forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
 import weakref
 from typing import Any, Callable, List, Optional, Sequence
@@ -22,7 +23,7 @@ class Job:
     """One replica's forward: what to run, where, and afterwards its result or error. It belongs to
     one call; a caller that is interrupted leaves it behind, and nobody waits for it any more."""
 
-    __slots__ = ("run", "rank", "device", "state", "result", "error", "done")
+    __slots__ = ("run", "rank", "device", "state", "result", "error", "done", "turn", "pace")
 
     def __init__(
         self, run: Callable[[], Any], rank: int, device: Any, state: Optional[ThreadState]
@@ -34,6 +35,8 @@ class Job:
         self.result: Any = None
         self.error: Optional[BaseException] = None
         self.done = _C.Handoff()
+        self.turn: Optional[Any] = None  # a hand-off that says: the one before has finished
+        self.pace: Optional[Pace] = None
 
     def execute_here(self) -> None:
         """On the caller's own thread. KeyboardInterrupt goes through at once."""
@@ -49,6 +52,8 @@ class Job:
 
     def execute_on_worker(self) -> None:
         try:
+            if self.turn is not None:
+                self.pace.await_turn(self.turn)
             with self.state.entered():
                 self.result = self.run()
         except BaseException as error:  # SystemExit too: the caller is to hear of it
@@ -59,6 +64,39 @@ class Job:
 
     def wait(self) -> None:
         self.done.take(-1.0)
+
+
+class Pace:
+    """Replicas that share one GPU take turns in launching their forwards.
+
+    Their kernels run one after another anyway, and Python code of two threads that launch at once
+    hands the GIL to and fro at every operator, which costs more than the operators. A turn is only
+    waited for as long as a few forwards usually take: replicas may wait for each other inside their
+    forwards, and then taking turns would be a deadlock. Once that was seen, all run at once.
+    """
+
+    # A replica starts anyway after this many usual durations, and at least this long.
+    PATIENCE = 4.0
+    LEAST_S = 0.02
+
+    def __init__(self) -> None:
+        self._usual_s: Optional[float] = None
+        self._gave_up = False
+
+    def takes_turns(self, devices: Sequence[Any]) -> bool:
+        shared = len(set(devices)) == 1 and getattr(devices[0], "type", "") == "cuda"
+        return shared and not self._gave_up and self._usual_s is not None
+
+    def await_turn(self, turn: Any) -> None:
+        try:
+            turn.take(max(self.PATIENCE * self._usual_s, self.LEAST_S))
+        except TimeoutError:
+            self._gave_up = True
+
+    def took(self, seconds: float) -> None:
+        """How long the first replica's forward took to launch."""
+        usual = self._usual_s
+        self._usual_s = seconds if usual is None else 0.8 * usual + 0.2 * seconds
 
 
 class _Text(str):
@@ -150,6 +188,7 @@ class Teams:
 
     def __init__(self) -> None:
         self._idle: List[Team] = []
+        self.pace = Pace()
         _all_teams.add(self)
 
     def take(self, size: int) -> Team:
@@ -199,18 +238,34 @@ def _finished_jobs(
 ) -> List[Job]:
     state = ThreadState() if len(runs) > 1 else None
     jobs = [Job(run, i, device, state) for i, (run, device) in enumerate(zip(runs, devices))]
-    team = teams.take(len(jobs) - 1) if len(jobs) > 1 else None
+    if len(jobs) == 1:
+        jobs[0].execute_here()
+        return jobs
+    turns = _take_turns(teams.pace, jobs) if teams.pace.takes_turns(devices) else []
+    team = teams.take(len(jobs) - 1)
     try:
         for i, job in enumerate(jobs[1:]):
             team.start(i, job)
+        start = time.perf_counter()
         jobs[0].execute_here()
-        for job in jobs[1:]:
+        teams.pace.took(time.perf_counter() - start)
+        for i, job in enumerate(jobs[1:]):
+            if turns:
+                turns[i].put(True)
             job.wait()
     except BaseException:
         # Interrupted: whoever still runs finishes on its own, and its thread then ends.
-        if team is not None:
-            team.dismiss()
+        for turn in turns:
+            turn.close()
+        team.dismiss()
         raise
-    if team is not None:
-        teams.give_back(team)
+    teams.give_back(team)
     return jobs
+
+
+def _take_turns(pace: Pace, jobs: Sequence[Job]) -> List[Any]:
+    turns = []
+    for job in jobs[1:]:
+        job.turn, job.pace = _C.Handoff(), pace
+        turns.append(job.turn)
+    return turns

@@ -239,10 +239,12 @@ def _choose_devices(device_ids: Optional[Sequence[Any]]) -> Tuple[torch.device, 
     return parse_devices(device_ids, "device_ids")
 
 
-def _names_host(device_ids: Sequence[Any]) -> bool:
-    return any(
-        getattr(device, "type", device) == "cpu" or device == "cpu:0" for device in device_ids
-    )
+def _names_host(device_ids: Any) -> bool:
+    """Whether the ids are meant on a machine without a GPU, where torch ignores all ids."""
+    if isinstance(device_ids, (str, torch.device)):
+        return True  # no list: parse_devices says so
+    host = ("cpu", "cpu:0", -1)
+    return any(getattr(device, "type", device) in host for device in device_ids)
 
 
 def _public(device: torch.device) -> Any:

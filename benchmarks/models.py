@@ -1,0 +1,89 @@
+"""The four models whose training steps the benchmarks time, as DESIGN of the figures in the README says:
+an MLP and a ResNet-18 that are bound by launches, a ResNet-50 and a GPT-2 that can be bound by compute.
+Weights are random and so is the data; inputs lie on the first GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, ContextManager, NamedTuple, Optional
+
+import torch
+from torch import nn
+
+
+class Model(NamedTuple):
+    """How to make a model, one batch for it, and its loss."""
+
+    make: Callable[[torch.device], nn.Module]
+    batch: Callable[[int, torch.device], Any]
+    per_gpu: int  # batch per GPU unless another is asked for
+    autocast: Optional[torch.dtype]
+    fused_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+
+    def precision(self) -> ContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cuda", self.autocast)
+
+
+def _sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=1e-4, momentum=0.9, fused=True)
+
+
+def _adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
+
+
+def _mlp(device: torch.device) -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(50)]
+    return nn.Sequential(*layers).to(device)
+
+
+def _resnet18(device: torch.device) -> nn.Module:
+    import torchvision
+
+    return torchvision.models.resnet18().to(device)
+
+
+def _resnet50(device: torch.device) -> nn.Module:
+    import torchvision
+
+    return torchvision.models.resnet50().to(device, memory_format=torch.channels_last)
+
+
+def _images(size: int, memory_format: torch.memory_format) -> Callable[[int, torch.device], Any]:
+    def batch(count: int, device: torch.device) -> Any:
+        return torch.randn(count, 3, size, size, device=device).to(memory_format=memory_format)
+
+    return batch
+
+
+class _LossInside(nn.Module):
+    """GPT-2 with its loss computed inside forward: one number per replica is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(attn_implementation="sdpa", use_cache=False)
+        self.model = GPT2LMHeadModel(config)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, labels=ids).loss
+
+
+def _gpt2(device: torch.device) -> nn.Module:
+    return _LossInside().to(device)
+
+
+def _tokens(count: int, device: torch.device) -> Any:
+    return torch.randint(0, 50257, (count, 512), device=device)
+
+
+MODELS = {
+    "mlp": Model(_mlp, lambda n, d: torch.randn(n, 256, device=d), 64, None, _sgd),
+    "resnet18": Model(_resnet18, _images(64, torch.contiguous_format), 16, None, _sgd),
+    "resnet50": Model(_resnet50, _images(224, torch.channels_last), 128, torch.bfloat16, _sgd),
+    "gpt2": Model(_gpt2, _tokens, 8, torch.bfloat16, _adamw),
+}
