@@ -193,7 +193,7 @@ def test_thread_state():
     assert under(OURS) == [(False, True, True, torch.float16, False, "meta")] * 2
 
 
-@row("saved-tensor hooks, function and dispatch modes (`with torch.device(...)` is one)")
+@row("saved-tensor hooks, function and dispatch modes")
 def test_hooks_and_modes():
     def forward(self, x):
         places.append(torch.empty(()).device.type)
