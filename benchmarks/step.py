@@ -6,8 +6,8 @@ DistributedDataParallel, in turn in one run.
     python benchmarks/step.py --devices 0,1 --models resnet50:512,gpt2:32
 
 A step is forward, loss (the mean of the output), backward, and a fused optimizer on the reduced
-gradients, with zero_grad(set_to_none=True). Batches are per GPU: on one GPU listed twice, the replicas share its batch. "one GPU" is the bare module
-on one GPU's batch: the floor.
+gradients, with zero_grad(set_to_none=True). Batches are per GPU: on one GPU listed twice, the
+replicas share its batch. "one GPU" is the bare module on one GPU's batch: the floor.
 DDP runs in processes that this script starts, one per GPU, which take their turns too. Host time is
 until the step has returned, before the GPUs are waited for.
 """
@@ -129,7 +129,9 @@ def _ddp_process(
         torch.manual_seed(0)
         model = MODELS[name]
         base = model.make(device)
-        inner = base if mode == "eager" else torch.compile(base, mode=None if mode == "default" else mode)
+        inner = base
+        if mode != "eager":
+            inner = torch.compile(base, mode=None if mode == "default" else mode)
         wrapped = nn.parallel.DistributedDataParallel(inner, device_ids=[device.index])
         trainer = Trainer(model, base, wrapped, model.batch(per_gpu, device), "step")
         pipe.send("ready")

@@ -1,10 +1,10 @@
 /* Replica: one replica of a Tree, refreshed for every forward by one call. A refresh walks the
- * dictionaries of base and replica side by side and writes what differs, so that an edit of the base
- * is seen and an edit that the replica's last forward made is dropped, as if the replica had just
- * been made. Used under the GIL, one call at a time per replica. No streams.
+ * dictionaries of base and replica side by side and writes what differs, so that an edit of the
+ * base is seen and an edit that the replica's last forward made is dropped, as if the replica had
+ * just been made. Used under the GIL, one call at a time per replica. No streams.
  *
- * Whatever is taken out of a dictionary is put into a list that is dropped at the very end: dropping
- * a tensor can run any code, and no dictionary is being walked then. */
+ * Whatever is taken out of a dictionary is put into a list that is dropped at the very end:
+ * dropping a tensor can run any code, and no dictionary is being walked then. */
 #include "py_tree.h"
 
 enum { OWN_PARAMETERS, OWN_BUFFERS, OWN_MODULES, OWN_COUNT };
@@ -416,8 +416,8 @@ static PyObject *replica_modules(PyObject *self, void *Py_UNUSED(closure))
 
 static PyMethodDef replica_methods[] = {
     {"refresh", (PyCFunction)(void (*)(void))replica_refresh, METH_FASTCALL,
-     "refresh(parameters, buffers): makes every module as a new replica's, with these copies of the "
-     "tensors that Tree.collect() found, in its order."},
+     "refresh(parameters, buffers): makes every module as a new replica's, with these copies of "
+     "the tensors that Tree.collect() found, in its order."},
     {"empty", replica_empty, METH_NOARGS,
      "empty(): drops the copies and whatever the forward left in the modules."},
     {"settle", replica_settle, METH_NOARGS,

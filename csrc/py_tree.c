@@ -1,9 +1,9 @@
 /* Tree: see py_tree.h. hold() and collect() are the first walk of a forward (is the tree the same,
  * which tensors are there now?), Replica.refresh (py_replica.c) is the second.
  *
- * Why in C: a ResNet-50 has some 3,500 attributes. nn.DataParallel copies them all, for each replica
- * and each forward; walking the dictionaries of base and replica side by side and writing what
- * differs costs a hundredth of that (benchmarks/host_cost.py). */
+ * Why in C: a ResNet-50 has some 3,500 attributes. nn.DataParallel copies them all, for each
+ * replica and each forward; walking the dictionaries of base and replica side by side and writing
+ * what differs costs a hundredth of that (benchmarks/host_cost.py). */
 #include "py_tree.h"
 
 static int names_fill(fdp_tree_names *names)
@@ -192,8 +192,8 @@ static int module_unchanged(fdp_tree *tree, Py_ssize_t m)
   return PyErr_Occurred() ? -1 : same;
 }
 
-/* hold(root) -> bool: owns all modules until release() if the tree below `root` is the one that this
- * was made of. A module is read only after an earlier one, its parent, was seen to hold it. */
+/* hold(root) -> bool: owns all modules until release() if the tree below `root` is the one that
+ * this was made of. A module is read only after an earlier one, its parent, was seen to hold it. */
 static PyObject *tree_hold(PyObject *self, PyObject *root)
 {
   fdp_tree *tree = (fdp_tree *)self;
@@ -307,7 +307,8 @@ static PyObject *tree_new(PyTypeObject *type, PyObject *arguments, PyObject *key
     return NULL;
   }
   fdp_tree *tree = (fdp_tree *)type->tp_alloc(type, 0);
-  if (tree != NULL && (names_fill(&tree->names) < 0 || tree_fill(tree, PyTuple_GET_ITEM(arguments, 0)) < 0))
+  if (tree != NULL && (names_fill(&tree->names) < 0 ||
+                       tree_fill(tree, PyTuple_GET_ITEM(arguments, 0)) < 0))
     Py_CLEAR(tree);
   return (PyObject *)tree;
 }

@@ -49,7 +49,8 @@ def inside_function_transform() -> bool:
 
 
 def default_device() -> Any:
-    """What `torch.set_default_device` or `with torch.device(...)` made the default here, or None."""
+    """What `torch.set_default_device` or `with torch.device(...)` made the default here, or
+    None."""
     device = torch.get_default_device()
     return None if device.type == "cpu" else device
 

@@ -28,7 +28,8 @@ def parallel_apply(
         modules: one per device.
         inputs: for each, a tuple or list of arguments, or one argument.
         kwargs_tup: for each, keyword arguments.
-        devices: int, str or torch.device each, or None: the device of the first tensor in its input.
+        devices: int, str or torch.device each, or None: the device of the first tensor in its
+            input.
 
     Raises:
         AssertionError: lists of different lengths.
@@ -84,7 +85,8 @@ def apply_modules(
 
 
 class _Call:
-    """One replica's forward, on its device and on the stream that is current there for the caller."""
+    """One replica's forward, on its device and on the stream that is current there for the
+    caller."""
 
     __slots__ = ("module", "inputs", "kwargs", "stream")
 

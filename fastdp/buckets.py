@@ -1,8 +1,8 @@
 """Buckets: the tensors of a module in few flat buffers, as autograd and the replicas see them.
 
-A `Bucket` is a plan for a list of tensors of one dtype: its memory is new at every use. A flat buffer
-belongs to whoever holds a slot of it (a replica's parameter, a `.grad`), so an older graph stays
-valid and a kept gradient is never overwritten; torch's caching allocator is the pool.
+A `Bucket` is a plan for a list of tensors of one dtype: its memory is new at every use. A flat
+buffer belongs to whoever holds a slot of it (a replica's parameter, a `.grad`), so an older graph
+stays valid and a kept gradient is never overwritten; torch's caching allocator is the pool.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ class Bucket:
         rank, None where there is none."""
         count = self.count
         rows = [gradients[i : i + count] for i in range(0, len(gradients), count)]
-        sparse = [
-            k for k in range(count) if any(row[k] is not None and _is_sparse(row[k]) for row in rows)
-        ]
+        sparse = [k for k in range(count) if any(_is_sparse(row[k]) for row in rows)]
         summed = {k: _sum_in_order([row[k] for row in rows]) for k in sparse}
         dense = tuple(
             tuple(None if k in summed else _resolved(row[k]) for k in range(count))
@@ -126,8 +124,8 @@ class Bucket:
         return list(self._slots(flat))
 
 
-def _is_sparse(gradient: torch.Tensor) -> bool:
-    return gradient.layout != torch.strided
+def _is_sparse(gradient: Optional[torch.Tensor]) -> bool:
+    return gradient is not None and gradient.layout != torch.strided
 
 
 def _resolved(gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:

@@ -1,5 +1,5 @@
-"""The environment variables that the Python layer reads. The table of all of them, with the sentences
-that diagnostics print, is the core's (csrc/env.c, `fastdp._C.env_table`)."""
+"""The environment variables that the Python layer reads. The table of all of them, with the
+sentences that diagnostics print, is the core's (csrc/env.c, `fastdp._C.env_table`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The differentiable moves, in inverse pairs: Scatter and Gather, Broadcast and Reduce.
 
 Each is an ordinary autograd Function whose backward is its partner, so each is differentiable as
-often as one likes. The bytes move in the core (`moves.py`, `buckets.py`). Where no gradient can flow,
-the move is made without a node.
+often as one likes. The bytes move in the core (`moves.py`, `buckets.py`). Where no gradient can
+flow, the move is made without a node.
 
 Broadcast has one more output than tensors, the token: an empty tensor that every Gather of the same
 forward takes and answers with None. The engine thus visits the node of a bucket none of whose
@@ -105,8 +105,8 @@ def gather_tensors(
     """One tensor of the replicas' outputs, joined; `path` names it in errors."""
     if dim == 0 and all(tensor.dim() == 0 for tensor in tensors):
         warnings.warn(
-            "Was asked to gather along dimension 0, but all input tensors were scalars; will instead "
-            "unsqueeze and return a vector.",
+            "Was asked to gather along dimension 0, but all input tensors were scalars; will "
+            "instead unsqueeze and return a vector.",
             stacklevel=2,
         )
         tensors = [tensor.view(1) for tensor in tensors]

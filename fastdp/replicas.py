@@ -1,8 +1,9 @@
 """Replicas of a module: made once, refreshed for every forward, lent out one set per call.
 
-A `ReplicaSet` holds one replica per rank. Before a forward it is refreshed (each module's attributes
-as the base has them now, its parameters and buffers this step's copies), afterwards emptied. A set of
-which user code still holds a module (checkpointing does, until backward has run) is left alone, and
+A `ReplicaSet` holds one replica per rank. Before a forward it is refreshed (each module's
+attributes as the base has them now, its parameters and buffers this step's copies), afterwards
+emptied. A set of which user code still holds a module (checkpointing does, until backward has run)
+is left alone, and
 another is taken: see `_C.Replica.idle`.
 
 Modules with their own `_replicate_for_data_parallel` (scripted, fx, lazy, a user's) get new objects
@@ -75,8 +76,8 @@ class Plan:
 
 
 class ReplicaSet:
-    """One replica per rank of one tree, grown as more ranks are used. Its methods want the tree held
-    (`_C.Tree.hold`); it keeps no module of the base alive."""
+    """One replica per rank of one tree, grown as more ranks are used. Its methods want the tree
+    held (`_C.Tree.hold`); it keeps no module of the base alive."""
 
     def __init__(self, tree: Any, root: nn.Module) -> None:
         self.tree = tree

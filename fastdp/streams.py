@@ -1,12 +1,12 @@
-"""Streams: which one is current where, and what waits for what, on GPUs. On host replicas nothing here
-does anything.
+"""Streams: which one is current where, and what waits for what, on GPUs. On host replicas nothing
+here does anything.
 
 Rules. A forward runs on the streams that are current for its caller, one per device (the compute
 streams). Moves of the parameters run on communication streams, one per device, made current around
-the node's application, so that their backward runs there too; where all replicas share one GPU there
-is nothing to overlap and they run on the compute stream. A node that spans devices reads after its
-own stream *and* after the compute streams of the forward, and what it makes is ready on its own
-stream when its backward returns.
+the node's application, so that their backward runs there too; where all replicas share one GPU
+there is nothing to overlap and they run on the compute stream. A node that spans devices reads
+after its own stream *and* after the compute streams of the forward, and what it makes is ready on
+its own stream when its backward returns.
 
 Memory. A flat buffer belongs to the communication stream's pool in torch's allocator. Compute that
 read it was enqueued on a compute stream; before a communication stream is used again it waits for
@@ -161,8 +161,8 @@ _held: List[Tuple[List[torch.cuda.Event], torch.Tensor]] = []
 
 
 def hold_pinned(tensor: torch.Tensor, devices: Sequence[torch.device]) -> None:
-    """Keeps a pinned host tensor until the copies from it, just enqueued on the current streams, have
-    run: torch's allocator of pinned memory knows nothing of them."""
+    """Keeps a pinned host tensor until the copies from it, just enqueued on the current streams,
+    have run: torch's allocator of pinned memory knows nothing of them."""
     global _held
     targets = distinct(devices)
     if not targets or tensor.device.type != "cpu" or not tensor.is_pinned():

@@ -1,11 +1,12 @@
 """What a worker thread takes over from the thread that called the wrapper.
 
 Carried: grad mode, inference mode, autocast (enabled and dtype of each device type, cache), the
-default device (`torch.set_default_device`, `with torch.device(...)`), and on CUDA the current stream of the replica's device. Process-wide in torch, so in
+default device (`torch.set_default_device`, `with torch.device(...)`), and on CUDA the current
+stream of the replica's device. Process-wide in torch, so in
 no need of carrying: default dtype, anomaly mode, deterministic mode, matmul precision, the seed.
 Not carried: saved-tensor hooks and torch's function and dispatch modes, which reach replica 0 alone
-(it runs on the caller's thread); the order in which saved tensors are unpacked makes hooks unsafe to
-share with checkpointing.
+(it runs on the caller's thread); the order in which saved tensors are unpacked makes hooks unsafe
+to share with checkpointing.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ class ThreadState:
 
 
 def prepare_worker() -> None:
-    """Once per worker thread: a forward that leaves its own outermost `torch.autocast` there must not
-    clear the cast cache that the caller is still using."""
+    """Once per worker thread: a forward that leaves its own outermost `torch.autocast` there must
+    not clear the cast cache that the caller is still using."""
     torch.autocast_increment_nesting()
 
 
 class restored_grad_mode:
-    """Replica 0 runs on the caller's thread: a grad mode that its forward sets must not leak out."""
+    """Replica 0 runs on the caller's thread: a grad mode that its forward sets must not leak
+    out."""
 
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()

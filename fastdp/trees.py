@@ -1,6 +1,6 @@
 """Argument trees: nested tuples, lists and dictionaries with tensors in them, cut into one tree per
-replica and joined again. The rules are those of torch.nn.parallel's scatter_gather, so that what ran
-there runs here; where torch gives garbage or fails, the better rule is said at the function.
+replica and joined again. The rules are those of torch.nn.parallel's scatter_gather, so that what
+ran there runs here; where torch gives garbage or fails, the better rule is said at the function.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
     """Cuts every tensor of a tree along `dim` and gives one tree per device.
 
     Args:
-        inputs: a tensor, or nested tuples, named tuples, lists and dictionaries of tensors. All else is
-            handed to every device as it is.
+        inputs: a tensor, or nested tuples, named tuples, lists and dictionaries of tensors. All
+            else is handed to every device as it is.
         target_gpus: devices; "cpu" is a replica on the host, and any device may repeat.
         dim: dimension that is cut, as `torch.Tensor.chunk` cuts it.
 
     Returns:
-        A tuple of tensors for a tensor, else a list of trees. Pieces are new memory on their device;
-        a tensor that requires grad gets its gradient through them. Containers are zipped: where
-        tensors of one container give unequal numbers of pieces, the smallest number decides.
+        A tuple of tensors for a tensor, else a list of trees. Pieces are new memory on their
+        device; a tensor that requires grad gets its gradient through them. Containers are zipped:
+        where tensors of one container give unequal numbers of pieces, the smallest number decides.
 
     Raises:
         RuntimeError: a 0-dim tensor.
@@ -127,9 +127,9 @@ def gather(outputs: Any, target_device: Any, dim: int = 0) -> Any:
             per replica, with torch's warning.
 
     Returns:
-        A tree of the first replica's structure. Tuples, named tuples, lists, dictionaries, dataclasses
-        and other iterable types keep their type. None stays None. Numbers, bools, strings and bytes
-        become a list with one entry per replica.
+        A tree of the first replica's structure. Tuples, named tuples, lists, dictionaries,
+        dataclasses and other iterable types keep their type. None stays None. Numbers, bools,
+        strings and bytes become a list with one entry per replica.
 
     Raises:
         ValueError: dictionaries with different keys, sequences of different lengths, None on some
@@ -177,8 +177,8 @@ def _gather(outputs: Sequence[Any], join: Join, path: str) -> Any:
         rows = [list(out) for out in outputs]
     except TypeError:
         raise TypeError(
-            f"{path} is a {type(first).__name__}, which gather cannot join: return tensors, numbers, "
-            "strings, or tuples, lists, dictionaries and dataclasses of them"
+            f"{path} is a {type(first).__name__}, which gather cannot join: return tensors, "
+            "numbers, strings, or tuples, lists, dictionaries and dataclasses of them"
         ) from None
     if len({len(row) for row in rows}) > 1:
         lengths = ", ".join(str(len(row)) for row in rows)

@@ -26,8 +26,8 @@ _MAX_OPEN_LEASES = 8
 
 
 class _Runtime:
-    """What a wrapper has besides torch's attributes: threads, replicas and leases. It is made at the
-    first forward, is in no copy or pickle of the wrapper, and knows nothing of it."""
+    """What a wrapper has besides torch's attributes: threads, replicas and leases. It is made at
+    the first forward, is in no copy or pickle of the wrapper, and knows nothing of it."""
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device], options: Any) -> None:
         self.devices = tuple(devices)
@@ -77,15 +77,15 @@ class _Runtime:
 class DataParallel(nn.DataParallel):
     """Data parallelism in one process: `torch.nn.DataParallel` without its price.
 
-    Cuts the inputs along `dim`, runs one replica of the module on each device, and joins the outputs.
-    Gradients are summed into the module's own parameters, in rank order. Code written for
+    Cuts the inputs along `dim`, runs one replica of the module on each device, and joins the
+    outputs. Gradients are summed into the module's own parameters, in rank order. Code written for
     nn.DataParallel runs unchanged; what differs is in the README.
 
     Args:
         module: the module. Its parameters and buffers must lie on device_ids[0].
         device_ids: one entry per replica: int (a CUDA index), str or torch.device. Any may repeat:
-            [0, 0] is two replicas on one GPU, ["cpu", "cpu"] two on the host, each in a thread. None
-            means all GPUs; without a GPU the module is then called directly, as in torch.
+            [0, 0] is two replicas on one GPU, ["cpu", "cpu"] two on the host, each in a thread.
+            None means all GPUs; without a GPU the module is then called directly, as in torch.
         output_device: where outputs are joined; -1 or "cpu" is the host. Default: device_ids[0].
         dim: dimension along which inputs are cut and outputs joined.
         unused_grad: what `.grad` becomes for a parameter that took part in nothing: "zero", as in
@@ -94,8 +94,8 @@ class DataParallel(nn.DataParallel):
         bucket_bytes: parameters travel in buckets of at most this many bytes. Default:
             FASTDP_BUCKET_BYTES, else 25 MiB.
 
-    Shapes: tensors of shape (N, ...) are cut into pieces as `torch.chunk(n, dim)` cuts them; outputs
-    are joined along `dim`; 0-dim outputs become a vector with one entry per replica.
+    Shapes: tensors of shape (N, ...) are cut into pieces as `torch.chunk(n, dim)` cuts them;
+    outputs are joined along `dim`; 0-dim outputs become a vector with one entry per replica.
 
     Raises:
         ValueError: unknown devices or options, a module that spans devices.
@@ -127,7 +127,9 @@ class DataParallel(nn.DataParallel):
             self.device_ids = []
             return
         self.device_ids = [_public(device) for device in devices]
-        output = devices[0] if output_device is None else parse_device(output_device, "output_device")
+        output = devices[0]
+        if output_device is not None:
+            output = parse_device(output_device, "output_device")
         self.output_device = _public(output)
         self.src_device_obj = devices[0]
         _check_one_device(module)
@@ -138,8 +140,8 @@ class DataParallel(nn.DataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if "torch._dynamo" in sys.modules:
-            # torch.compile of something around this wrapper stops at its edge: neither the moves nor
-            # replicas on several threads can be traced.
+            # torch.compile of something around this wrapper stops at its edge: neither the moves
+            # nor replicas on several threads can be traced.
             return _untraced_forward()(self, *inputs, **kwargs)
         return self._forward(*inputs, **kwargs)
 
@@ -175,8 +177,8 @@ class DataParallel(nn.DataParallel):
         return self.parallel_apply(replicas, rows, named)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> List[nn.Module]:
-        """The replicas of this forward, one per device, filled with copies of the module's tensors as
-        they are now. For the wrapped module on the wrapper's own devices they are kept and
+        """The replicas of this forward, one per device, filled with copies of the module's tensors
+        as they are now. For the wrapped module on the wrapper's own devices they are kept and
         refreshed; for anything else they are new."""
         devices = parse_devices(device_ids, "device_ids")
         runtime = self._runtime()
