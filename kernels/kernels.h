@@ -2,8 +2,8 @@
  * prefix fdp_cuda_). A launcher asserts its assumptions, enqueues on `stream` (ref.c runs at once
  * and ignores it) and returns 0, or the runtime's error code. The argument arrays are read before
  * the launcher returns. The items of one call (copies, segments, sums) are independent: they run in
- * no order. No kernel knows of buckets, devices or Python. Same input, same bits: sums run in source
- * order, with no float atomics. */
+ * no order. No kernel knows of buckets, devices or Python. Same input, same bits: sums run in
+ * source order, with no float atomics. */
 #ifndef FDP_KERNELS_H
 #define FDP_KERNELS_H
 
