@@ -19,6 +19,7 @@ PRIVATE = {
     "_check_balance": "torch.nn.parallel.data_parallel",
     "_current_level": "torch.autograd.forward_ad",
     "maybe_current_level": "torch._C._functorch",
+    "_cuda_getCurrentRawStream": "torch._C",  # in CUDA builds of torch
 }
 
 
@@ -46,6 +47,14 @@ def inside_function_transform() -> bool:
     functorch = getattr(torch._C, "_functorch", None)
     level = getattr(functorch, "maybe_current_level", None)
     return level is not None and level() is not None
+
+
+def raw_stream(device: torch.device) -> int:
+    """The handle of the stream that is current on a GPU for this thread."""
+    get = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if get is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return get(device.index)
 
 
 def default_device() -> Any:

@@ -7,7 +7,7 @@ stays valid and a kept gradient is never overwritten; torch's caching allocator 
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Collection, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -152,6 +152,7 @@ def _sum_in_order(gradients: Sequence[Optional[torch.Tensor]]) -> torch.Tensor:
 
 def make_buckets(
     tensors: Sequence[torch.Tensor],
+    left_out: Collection[int],
     parameter_count: int,
     devices: Sequence[torch.device],
     communication: Communication,
@@ -159,11 +160,13 @@ def make_buckets(
     unused_grad: str,
 ) -> List[Bucket]:
     """Buckets of at most `limit_bytes` (one larger tensor makes its own), each of one dtype and one
-    requires_grad, in the order of their first tensors. The first `parameter_count` tensors are
-    parameters."""
+    requires_grad, in the order of their first tensors, for all tensors but those at the places
+    `left_out`. The first `parameter_count` tensors are parameters."""
     open_buckets: dict = {}
     groups: List[List[int]] = []
     for place, tensor in enumerate(tensors):
+        if place in left_out:
+            continue
         key = (tensor.dtype, tensor.requires_grad)
         size_bytes = tensor.numel() * tensor.element_size()
         group, filled = open_buckets.get(key, (None, 0))

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from . import _C, _torch_compat
+from .awaited import AwaitedDict, Gate
 from .buckets import Bucket, make_buckets
 from .devices import parse_devices
 from .functions import Broadcast
@@ -36,28 +37,36 @@ Tensors = Tuple[torch.Tensor, ...]
 
 
 class Plan:
-    """How the tensors of a module travel: buckets, and the order to put their copies back in."""
+    """How the tensors of a module travel: buckets, what no bucket can hold (sparse tensors, which
+    torch copies), and the order to put their copies back in."""
 
     def __init__(
-        self, description: bytes, buckets: List[Bucket], parameter_count: int, ranks: int
+        self,
+        description: bytes,
+        buckets: List[Bucket],
+        alone: List[int],
+        parameter_count: int,
+        devices: Sequence[torch.device],
     ) -> None:
         self.description = description
         self.buckets = buckets
+        self._alone = alone
         self.parameter_count = parameter_count
-        self.ranks = ranks
-        places = [place for bucket in buckets for place in bucket.places]
+        self._devices = devices
+        places = [place for bucket in buckets for place in bucket.places] + alone
         order = sorted(range(len(places)), key=places.__getitem__)
         self._in_order = order != list(range(len(order)))
         self._reorder = itemgetter(*order) if len(order) > 1 else tuple
+        self.bucket_of = {place: k for k, bucket in enumerate(buckets) for place in bucket.places}
 
     def copies(
         self, tensors: Tensors, differentiable: bool, communication: Communication
     ) -> Tuple[List[Tuple[Tensors, Tensors]], Tensors]:
         """(parameters, buffers) of each rank, and the tokens of the broadcasts."""
-        rows: List[List[torch.Tensor]] = [[] for _ in range(self.ranks)]
+        rows: List[List[torch.Tensor]] = [[] for _ in self._devices]
         tokens = []
         communication.begin()
-        for bucket in self.buckets:
+        for k, bucket in enumerate(self.buckets):
             chosen = [tensors[place] for place in bucket.places]
             with communication.current():
                 if differentiable and bucket.requires_grad or _torch_compat.forward_mode_active():
@@ -66,9 +75,13 @@ class Plan:
                     _torch_compat.run_early(copies[-1].grad_fn)
                 else:
                     copies = bucket.copies(chosen, True)
+            communication.mark(k)
             for rank, row in enumerate(rows):
                 row.extend(copies[rank * bucket.count : (rank + 1) * bucket.count])
-        communication.deliver()
+        for place in self._alone:
+            for rank, (row, device) in enumerate(zip(rows, self._devices)):
+                tensor = tensors[place]
+                row.append(tensor.to(device, copy=True) if rank > 0 else tensor)
         ordered = [self._reorder(row) if self._in_order else tuple(row) for row in rows]
         cut = self.parameter_count
         keeps_none = any(bucket.keeps_none for bucket in self.buckets)
@@ -79,8 +92,13 @@ class ReplicaSet:
     """One replica per rank of one tree, grown as more ranks are used. Its methods want the tree
     held (`_C.Tree.hold`); it keeps no module of the base alive."""
 
-    def __init__(self, tree: Any, root: nn.Module) -> None:
+    def __init__(self, tree: Any, root: nn.Module, devices: Sequence[torch.device]) -> None:
         self.tree = tree
+        # On one device there is nothing to wait for; the home's own parameters are there already.
+        apart = len(set(devices)) > 1
+        self._gates = [Gate(d) if apart and rank > 0 else None for rank, d in enumerate(devices)]
+        self._devices = devices
+        self._plan: Optional[Plan] = None
         self._repairs = [
             (m, repair)
             for m, module in enumerate(root.modules())
@@ -89,20 +107,45 @@ class ReplicaSet:
         self._replicas: List[Any] = []
 
     def refresh(
-        self, root: nn.Module, rows: Sequence[Tuple[Tensors, Tensors]]
+        self,
+        root: nn.Module,
+        rows: Sequence[Tuple[Tensors, Tensors]],
+        plan: Plan,
+        communication: Communication,
     ) -> List[nn.Module]:
         """Fills the first len(rows) replicas and gives their root modules."""
         while len(self._replicas) < len(rows):
-            modules = tuple(_blank_replica(module) for module in root.modules())
+            gate = self._gates[len(self._replicas)]
+            modules = tuple(_blank_replica(module, gate) for module in root.modules())
             self._replicas.append(_C.Replica(self.tree, modules))
+            self._plan = None
+        if plan is not self._plan:
+            self._tell_buckets(root, plan)
         used = self._replicas[: len(rows)]
-        for replica, (parameters, buffers) in zip(used, rows):
+        for rank, (replica, (parameters, buffers)) in enumerate(zip(used, rows)):
             replica.refresh(parameters, buffers)
+            if self._gates[rank] is not None:
+                self._gates[rank].close(communication.arrived(self._devices[rank]))
             for m, repair in self._repairs:
                 repair(replica.modules[m])
         for replica in self._replicas:
             replica.settle()
         return [replica.modules[0] for replica in used]
+
+    def _tell_buckets(self, root: nn.Module, plan: Plan) -> None:
+        """Each dictionary that waits learns what for."""
+        self._plan = plan
+        if not any(self._gates):
+            return
+        place_of: Dict[int, int] = {}
+        for tensor in (*root.parameters(), *root.buffers()):
+            place_of.setdefault(id(tensor), len(place_of))
+        for m, module in enumerate(root.modules()):
+            for name in ("_parameters", "_buffers"):
+                tensors = [t for t in getattr(module, name).values() if t is not None]
+                last = max((plan.bucket_of[place_of[id(t)]] for t in tensors), default=-1)
+                for replica in self._replicas[1:]:
+                    getattr(replica.modules[m], name).bucket = last
 
     def empty_if_idle(self) -> bool:
         """Drops copies and whatever the forward left behind; False if somebody holds a module."""
@@ -113,10 +156,11 @@ class ReplicaSet:
         return True
 
 
-def _blank_replica(module: nn.Module) -> nn.Module:
+def _blank_replica(module: nn.Module, gate: Optional[Gate]) -> nn.Module:
     replica = type(module).__new__(type(module))
+    parameters, buffers = ({}, {}) if gate is None else (AwaitedDict(gate), AwaitedDict(gate))
     # Past __setattr__, which a class may have made its own; the rest is filled in by refresh.
-    replica.__dict__.update(_parameters={}, _buffers={}, _modules={})
+    replica.__dict__.update(_parameters=parameters, _buffers=buffers, _modules={})
     return replica
 
 
@@ -220,8 +264,12 @@ class Replicator:
         self._lent: List[ReplicaSet] = []
         _all_replicators.add(self)
 
-    def take(self, ranks: int, detach: bool) -> Tuple[List[nn.Module], Lease]:
-        """The first `ranks` replicas, with copies of the tensors as they are now."""
+    def take(
+        self, ranks: int, detach: bool, early: bool = False
+    ) -> Tuple[List[nn.Module], Lease]:
+        """The first `ranks` replicas, with copies of the tensors as they are now. With `early` the
+        copies may still be on their way when this returns: readers wait (awaited.py), and the
+        caller promises `give_back` before the parameters are written."""
         root = self._module()
         with self._lock:
             if self._tree is None or not self._tree.hold(root):
@@ -233,14 +281,18 @@ class Replicator:
                 plan = self._plan(root, tensors, len(parameters), ranks, differentiable)
                 with torch.set_grad_enabled(differentiable):
                     rows, tokens = plan.copies(tensors, differentiable, self._communication)
+                if self._fresh or not early:
+                    self._communication.deliver()
                 if self._fresh:
                     return _fresh_replicas(root, parameters, buffers, rows), Lease(None, tokens)
                 replicas = self._take_set(root)
-                return replicas.refresh(root, rows), Lease(replicas, tokens)
+                roots = replicas.refresh(root, rows, plan, self._communication)
+                return roots, Lease(replicas, tokens)
             finally:
                 self._tree.release()
 
     def give_back(self, lease: Lease) -> None:
+        self._communication.deliver()
         replicas, lease.replicas = lease.replicas, None
         root = self._module()
         if replicas is None or root is None:
@@ -279,15 +331,18 @@ class Replicator:
         plan = self._plans.get((ranks, differentiable))
         if plan is None or plan.description != description:
             check_home(tensors, self._devices[0])
+            devices = self._devices[:ranks]
+            alone = [place for place, tensor in enumerate(tensors) if _is_sparse(tensor)]
             buckets = make_buckets(
                 tensors,
+                set(alone),
                 parameter_count,
-                self._devices[:ranks],
+                devices,
                 self._communication,
                 self._bucket_bytes,
                 self._unused_grad,
             )
-            plan = Plan(description, buckets, parameter_count, ranks)
+            plan = Plan(description, buckets, alone, parameter_count, devices)
             self._plans[ranks, differentiable] = plan
         return plan
 
@@ -298,7 +353,7 @@ class Replicator:
             if replicas.empty_if_idle():
                 self._lent.remove(replicas)
                 return replicas
-        return ReplicaSet(self._tree, root)
+        return ReplicaSet(self._tree, root, self._devices)
 
     def forget(self) -> None:
         """In a forked child: another thread of the parent may have held the lock."""
@@ -335,7 +390,15 @@ def _described(tensors: Tensors, root: nn.Module, home: torch.device) -> bytes:
         for module in root.modules():
             if _replicates_itself(module):
                 module._replicate_for_data_parallel()
-        raise
+        alone = [(t.layout, t.dtype, t.requires_grad) for t in tensors if _is_sparse(t)]
+        if not alone:
+            raise
+        dense = _C.describe(tuple(tensor for tensor in tensors if not _is_sparse(tensor)))
+        return dense + repr([_is_sparse(tensor) for tensor in tensors] + alone).encode()
+
+
+def _is_sparse(tensor: torch.Tensor) -> bool:
+    return tensor.layout != torch.strided
 
 
 def _check_scripted(module: nn.Module) -> None:

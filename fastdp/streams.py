@@ -84,6 +84,7 @@ class Communication:
         # One GPU for all, or the host: everything on the caller's stream.
         self.apart = len(self.devices) > 1
         self._streams: List[torch.cuda.Stream] = []
+        self._arrived: List[List[torch.cuda.Event]] = [[] for _ in self.devices]
         self._used: Dict[Any, torch.cuda.Stream] = {}
         self._retiring: List[Tuple[Any, Any]] = []
 
@@ -110,8 +111,23 @@ class Communication:
         """Around a broadcast: the communication streams are current."""
         return current(self._streams) if self.apart else _NOTHING
 
+    def mark(self, bucket: int) -> None:
+        """After the broadcast of bucket 0, 1, ...: its copies have arrived once this has passed."""
+        if not self.apart:
+            return
+        for stream, arrived in zip(self._streams, self._arrived):
+            if bucket == len(arrived):
+                arrived.append(torch.cuda.Event())
+            # An event that an earlier forward still waits for is recorded behind its bucket, too.
+            arrived[bucket].record(stream)
+
+    def arrived(self, device: torch.device) -> List[torch.cuda.Event]:
+        """For each bucket, what a reader on `device` has to wait for (awaited.py)."""
+        return self._arrived[self.devices.index(device)]
+
     def deliver(self) -> None:
-        """After the broadcasts: compute waits for the copies."""
+        """Compute waits for all copies: those into the replicas, and those out of the parameters,
+        which may be written afterwards."""
         if self.apart:
             for stream, compute in zip(self._streams, self._compute_streams()):
                 compute.wait_stream(stream)

@@ -174,6 +174,8 @@ def _gather(outputs: Sequence[Any], join: Join, path: str) -> Any:
     if dataclasses.is_dataclass(first):
         return _gather_dataclass(outputs, join, path)
     try:
+        if hasattr(type(first), "__array__"):
+            raise TypeError  # a NumPy array: its constructor takes a list for a shape
         rows = [list(out) for out in outputs]
     except TypeError:
         raise TypeError(

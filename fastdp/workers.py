@@ -115,27 +115,33 @@ def replica_error(error: BaseException, rank: int, device: Any) -> BaseException
         f"Caught {kind.__name__} in replica {rank} on device {device}.\n"
         f"Original {''.join(traceback.format_exception(kind, error, error.__traceback__))}"
     )
-    message = _Text(text) if issubclass(kind, KeyError) else text
-    try:
-        raised = kind(message)
-        if type(raised) is not kind or text not in str(raised):
-            raise TypeError
-    except Exception:
-        raised = _without_constructor(error, kind, text)
+    raised = _same_type(error, kind, text)
     _forget_frames(error)
     raised.__cause__ = error
     return raised
 
 
-def _without_constructor(error: BaseException, kind: type, text: str) -> BaseException:
-    """A class whose constructor wants something else: same type and attributes, args = (text,)."""
+def _same_type(error: BaseException, kind: type, text: str) -> BaseException:
+    """An exception of the type, with the error's attributes, that says `text`."""
     try:
-        raised = kind.__new__(kind)
-        raised.__dict__.update(getattr(error, "__dict__", {}))
-        raised.args = (text,)
-        return raised
+        raised = kind(_Text(text) if issubclass(kind, KeyError) else text)
+        if type(raised) is kind and text in str(raised):
+            for name, value in error.__dict__.items():
+                raised.__dict__.setdefault(name, value)
+            return raised
     except Exception:
-        return RuntimeError(text)
+        pass
+    # A constructor that wants something else, or a __str__ that says something else.
+    attributes = {"__str__": lambda self: text, "__module__": kind.__module__}
+    told = type(kind.__name__, (kind,), attributes)
+    for arguments in (error.args, None):
+        try:
+            raised = told.__new__(told) if arguments is None else told(*arguments)
+            raised.__dict__.update(error.__dict__)
+            return raised
+        except Exception:
+            continue
+    return RuntimeError(text)
 
 
 def _forget_frames(error: Optional[BaseException]) -> None:

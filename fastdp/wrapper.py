@@ -4,6 +4,7 @@ replicate, parallel_apply, gather) are methods, as there, and a subclass may ove
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
@@ -51,7 +52,8 @@ class _Runtime:
         return self._open.leases
 
     def replicas(self, ranks: int) -> List[nn.Module]:
-        roots, lease = self.replicator.take(ranks, not torch.is_grad_enabled())
+        early = getattr(self._open, "forwards", 0) > 0
+        roots, lease = self.replicator.take(ranks, not torch.is_grad_enabled(), early)
         leases = self.leases()
         leases.append(lease)
         if len(leases) > _MAX_OPEN_LEASES:
@@ -67,11 +69,19 @@ class _Runtime:
         self.replicator.give_back(lease)
         return lease.tokens
 
-    def close_above(self, depth: int) -> None:
-        """Ends the leases that a forward left open, by an error or an override of gather."""
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a whole forward: leases that are left open inside, by an error or an override of
+        gather, end with it; so copies may be on their way while replicas start."""
         leases = self.leases()
-        while len(leases) > depth:
-            self.replicator.give_back(leases.pop())
+        depth = len(leases)
+        self._open.forwards = getattr(self._open, "forwards", 0) + 1
+        try:
+            yield
+        finally:
+            self._open.forwards -= 1
+            while len(leases) > depth:
+                self.replicator.give_back(leases.pop())
 
 
 class DataParallel(nn.DataParallel):
@@ -163,13 +173,9 @@ class DataParallel(nn.DataParallel):
             if len(self.device_ids) == 1:
                 check_home(_tensors_of(self.module), self.src_device_obj)
                 return self.module(*rows[0], **named[0])
-            runtime = self._runtime()
-            depth = len(runtime.leases())
-            try:
+            with self._runtime().forward():
                 outputs = self._run_replicas(rows, named)
                 return self.gather(outputs, self.output_device)
-            finally:
-                runtime.close_above(depth)
 
     def _run_replicas(self, rows: Sequence[Any], named: Sequence[Any]) -> List[Any]:
         """In a frame of its own: none but user code holds a replica once it returns."""
@@ -309,11 +315,8 @@ def data_parallel(
     runtime = _runtimes.get(module)
     if runtime is None or not runtime.serves(module, devices, options):
         runtime = _runtimes[module] = _Runtime(module, devices, options)
-    depth = len(runtime.leases())
-    try:
+    with runtime.forward():
         outputs = apply_modules(
             runtime.teams, runtime.replicas(len(rows)), rows, named, devices[: len(rows)]
         )
         return trees.gather_tree(outputs, output, dim, runtime.tokens())
-    finally:
-        runtime.close_above(depth)
