@@ -32,6 +32,13 @@ def ints(*shape, seed=1, grad=False):
     return values.requires_grad_(grad)
 
 
+def ranked(n, width=3):
+    """A batch of n samples whose first element is the replica's number."""
+    x = torch.ones(n, width).double()
+    x[:, 0] = torch.arange(n)
+    return x
+
+
 def linear(seed=0):
     return exact(nn.Linear(3, 2), seed)
 

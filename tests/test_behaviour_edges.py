@@ -256,7 +256,7 @@ def test_third_derivative(impl):
         close(got, want, **CLOSE)
 
 
-@row("D: autograd.grad w.r.t. base parameters: vector-Jacobian products with outputs that need none")
+@row("D: autograd.grad w.r.t. base parameters: several outputs, each with its own gradient")
 def test_grad_outputs_of_several_outputs(impl):
     module, plain = Net(), Net()
 

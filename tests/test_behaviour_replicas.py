@@ -6,9 +6,8 @@ import types
 
 import pytest
 import torch
-from nets import Apply, Net, exact, grads, ints, linear, same
+from nets import Apply, Net, ints, linear, same
 from torch import nn
-from torch.func import functional_call
 
 row = pytest.mark.row
 
@@ -355,54 +354,3 @@ def test_state_dict_in_forward(fast):
     module.register_forward_pre_hook(lambda m, _: seen.append(list(m.state_dict())))
     fast.wrap(module, 2)(ints(4, 3))
     assert seen == [names] * 2
-
-
-# Weights put in from outside.
-
-
-@row("A: functional_call / weight swapping")
-def test_functional_call_through_a_parent(impl):
-    module = Net()
-    parent = nn.Sequential(impl.wrap(module, 2))
-    x = ints(4, 3)
-    swapped = exact(Net(), seed=5)
-    weights = {f"0.module.{k}": v for k, v in swapped.to(impl.home).named_parameters()}
-    same(out := functional_call(parent, weights, (x,)), exact(Net(), seed=5)(x))
-    out.sum().backward()
-    assert all(g is None for g in grads(module).values())
-    plain = exact(Net(), seed=5)
-    plain(x).sum().backward()
-    same(grads(swapped), grads(plain))
-    same(parent(x), Net()(x))
-
-
-@row("A: functional_call / weight swapping")
-def test_functional_call_with_non_leaf_weights(impl):
-    module = linear()
-    parent = nn.Sequential(impl.wrap(module, 2))
-    x = ints(4, 3)
-    leaf = torch.ones(2, 3, dtype=torch.float64, device=impl.home, requires_grad=True)
-    functional_call(parent, {"0.module.weight": 2 * leaf}, (x,)).sum().backward()
-    same(leaf.grad, 2 * x.sum(0).expand(2, 3))
-
-
-@row("A: functional_call / weight swapping")
-def test_functional_call_on_the_wrapper_is_refused_as_by_torch(fast):
-    dp = fast.wrap(linear(), 2)
-    with pytest.raises(RuntimeError, match="DataParallel"):
-        functional_call(dp, {"module.weight": torch.ones(2, 3)}, (ints(4, 3),))
-
-
-@row("A: lazy modules")
-def test_lazy_modules_are_refused(impl):
-    with pytest.raises((RuntimeError, ValueError), match="uninitialized parameter"):
-        impl.wrap(nn.LazyLinear(2), 2)(torch.ones(4, 3))
-
-
-@row("A: lazy modules")
-def test_lazy_modules_work_once_initialised(impl):
-    lazy = nn.LazyLinear(2)
-    dp = impl.wrap(lazy, 2)
-    lazy(torch.ones(4, 3, device=impl.home))
-    exact(lazy)
-    same(dp(ints(4, 3)), linear()(ints(4, 3)))
