@@ -151,7 +151,7 @@ FDP_INLINE void FDP_ISA(bool_store)(char *to, FDP_ISA(u8) sum) {
   memcpy(to, &ones, sizeof ones);
 }
 
-/* With two sources, one pass. With more, a block at a time: each source is read alone, as the
+/* With two sources, one pass. With more, a block at a time: sources are read two by two, as the
  * machine's prefetching likes it, into totals that stay in the nearest cache. A block is wholly
  * read before it is written, so the target may be any of the sources. */
 #define FDP_LOOP(NAME, CELL, LOAD, ADD, STORE)                                                   \
@@ -162,28 +162,34 @@ FDP_INLINE void FDP_ISA(bool_store)(char *to, FDP_ISA(u8) sum) {
     for (size_t block = 0; block < size_bytes; block += BLOCK_BYTES) {                           \
       size_t left_bytes = size_bytes - block;                                                    \
       size_t count = (left_bytes < BLOCK_BYTES ? left_bytes : BLOCK_BYTES) / STEP;               \
-      const char *first = sources[0] + block, *second = sources[1] + block;                      \
-      const char *last = sources[source_count - 1] + block;                                      \
+      const char *a = sources[0] + block, *b = sources[1] + block;                               \
       char *to = target + block;                                                                 \
       if (source_count == 2) {                                                                   \
         for (size_t k = 0; k < count; k++) {                                                     \
-          FDP_ISA(CELL) cell = FDP_ISA(LOAD)(first + k * STEP);                                  \
-          FDP_ISA(STORE)(to + k * STEP, FDP_ISA(ADD)(cell, FDP_ISA(LOAD)(second + k * STEP)));   \
+          FDP_ISA(CELL) cell = FDP_ISA(LOAD)(a + k * STEP);                                      \
+          FDP_ISA(STORE)(to + k * STEP, FDP_ISA(ADD)(cell, FDP_ISA(LOAD)(b + k * STEP)));        \
         }                                                                                        \
         continue;                                                                                \
       }                                                                                          \
       for (size_t k = 0; k < count; k++) {                                                       \
-        FDP_ISA(CELL) cell = FDP_ISA(LOAD)(first + k * STEP);                                    \
-        totals[k] = FDP_ISA(ADD)(cell, FDP_ISA(LOAD)(second + k * STEP));                        \
+        FDP_ISA(CELL) cell = FDP_ISA(LOAD)(a + k * STEP);                                        \
+        totals[k] = FDP_ISA(ADD)(cell, FDP_ISA(LOAD)(b + k * STEP));                             \
       }                                                                                          \
-      for (int32_t i = 2; i < source_count - 1; i++) {                                           \
-        const char *next = sources[i] + block;                                                   \
+      int32_t i = 2;                                                                             \
+      for (; i + 2 < source_count; i += 2) {                                                     \
+        a = sources[i] + block;                                                                  \
+        b = sources[i + 1] + block;                                                              \
         for (size_t k = 0; k < count; k++) {                                                     \
-          totals[k] = FDP_ISA(ADD)(totals[k], FDP_ISA(LOAD)(next + k * STEP));                   \
+          FDP_ISA(CELL) cell = FDP_ISA(ADD)(totals[k], FDP_ISA(LOAD)(a + k * STEP));             \
+          totals[k] = FDP_ISA(ADD)(cell, FDP_ISA(LOAD)(b + k * STEP));                           \
         }                                                                                        \
       }                                                                                          \
+      a = sources[i] + block;                                                                    \
+      b = i + 1 < source_count ? sources[i + 1] + block : NULL;                                  \
       for (size_t k = 0; k < count; k++) {                                                       \
-        FDP_ISA(STORE)(to + k * STEP, FDP_ISA(ADD)(totals[k], FDP_ISA(LOAD)(last + k * STEP)));  \
+        FDP_ISA(CELL) cell = FDP_ISA(ADD)(totals[k], FDP_ISA(LOAD)(a + k * STEP));               \
+        if (b) cell = FDP_ISA(ADD)(cell, FDP_ISA(LOAD)(b + k * STEP));                           \
+        FDP_ISA(STORE)(to + k * STEP, cell);                                                     \
       }                                                                                          \
     }                                                                                            \
   }
