@@ -123,25 +123,31 @@ def replica_error(error: BaseException, rank: int, device: Any) -> BaseException
 
 def _same_type(error: BaseException, kind: type, text: str) -> BaseException:
     """An exception of the type, with the error's attributes, that says `text`."""
-    try:
-        raised = kind(_Text(text) if issubclass(kind, KeyError) else text)
-        if type(raised) is kind and text in str(raised):
+    told = type(
+        kind.__name__, (kind,), {"__str__": lambda self: text, "__module__": kind.__module__}
+    )
+    message = _Text(text) if issubclass(kind, KeyError) else text
+    for make in (
+        lambda: kind(message),
+        lambda: _past_constructor(kind, text),  # which wants something else
+        lambda: told(*error.args),  # its __str__ says something else
+        lambda: _past_constructor(told, text),
+    ):
+        try:
+            raised = make()
             for name, value in error.__dict__.items():
                 raised.__dict__.setdefault(name, value)
-            return raised
-    except Exception:
-        pass
-    # A constructor that wants something else, or a __str__ that says something else.
-    attributes = {"__str__": lambda self: text, "__module__": kind.__module__}
-    told = type(kind.__name__, (kind,), attributes)
-    for arguments in (error.args, None):
-        try:
-            raised = told.__new__(told) if arguments is None else told(*arguments)
-            raised.__dict__.update(error.__dict__)
-            return raised
+            if isinstance(raised, kind) and text in str(raised):
+                return raised
         except Exception:
             continue
     return RuntimeError(text)
+
+
+def _past_constructor(kind: type, text: str) -> BaseException:
+    raised = kind.__new__(kind)
+    raised.args = (text,)
+    return raised
 
 
 def _forget_frames(error: Optional[BaseException]) -> None:
