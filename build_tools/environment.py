@@ -240,4 +240,7 @@ def is_installed(python: str) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        fail("interrupted. The same command may be run again; there is nothing to clean up.")
