@@ -1,0 +1,235 @@
+"""What the benchmarks share: rivals timed in turn, medians with their spread, the line that says
+where they were taken, a table to read and JSON to keep.
+
+A `Cost` is one thing that is measured in several ways. `race` times its ways in turn, round after
+round, so that whatever else the machine does meets all of them; figures of different runs are not
+compared. What one thread does is timed by that thread's CPU time: on a busy machine long calls are
+interrupted and short ones are not, which would favour the shorter. What several threads do is timed
+by the wall clock. A `Bar` is a promise about two ways of one cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+
+# One timing is of as many calls as fill this time: the clock itself takes some 0.05 us.
+TIMED_US = 200.0
+OURS = "fastdp"
+
+
+class Sample(NamedTuple):
+    """Microseconds per call: the median, and the tenth and ninetieth percentile of the rounds."""
+
+    median_us: float
+    low_us: float
+    high_us: float
+
+
+class Cost(NamedTuple):
+    """One thing, done in several ways: name of the way -> call. One way is `OURS`."""
+
+    name: str
+    ways: Dict[str, Callable[[], Any]]
+    threads: bool = False  # whether other threads take part
+    end: Callable[[], None] = lambda: None
+
+
+class Bar(NamedTuple):
+    """`cost`: the rival's median is at least `factor` times ours."""
+
+    cost: str
+    rival: str
+    factor: float
+
+
+class Result(NamedTuple):
+    cost: str
+    way: str
+    sample: Sample
+    times_ours: float
+
+
+def race(cost: Cost, repeats: int) -> Dict[str, Sample]:
+    """Times each way once a round, `repeats` rounds, after two calls that are not timed. Garbage is
+    collected between rounds, not inside a timing."""
+    ways = cost.ways
+    clock_ns = time.perf_counter_ns if cost.threads else time.thread_time_ns
+    calls = {way: _calls_to_time(call) for way, call in ways.items()}
+    timings: Dict[str, List[float]] = {way: [] for way in ways}
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            for way, call in ways.items():
+                timings[way].append(_time_us(call, calls[way], clock_ns))
+            gc.collect(0)
+    finally:
+        if was_enabled:
+            gc.enable()
+    return {way: _sample(taken) for way, taken in timings.items()}
+
+
+def _time_us(call: Callable[[], Any], calls: int, clock_ns: Callable[[], int]) -> float:
+    start_ns = clock_ns()
+    for _ in range(calls):
+        call()
+    return (clock_ns() - start_ns) / 1e3 / calls
+
+
+def _calls_to_time(call: Callable[[], Any]) -> int:
+    call()
+    once_us = _time_us(call, 1, time.perf_counter_ns)
+    return max(1, min(10_000, round(TIMED_US / max(once_us, 0.01))))
+
+
+def _sample(timings: Sequence[float]) -> Sample:
+    ordered = sorted(timings)
+    last = len(ordered) - 1
+    return Sample(
+        statistics.median(ordered), ordered[round(last * 0.1)], ordered[round(last * 0.9)]
+    )
+
+
+def measure(costs: Sequence[Callable[[], Cost]], repeats: int) -> List[Result]:
+    """Makes, races and ends one cost after the other."""
+    results = []
+    for make in costs:
+        cost = make()
+        try:
+            samples = race(cost, repeats)
+        finally:
+            cost.end()
+        ours = samples[OURS].median_us
+        results += [
+            Result(cost.name, way, sample, sample.median_us / ours)
+            for way, sample in samples.items()
+        ]
+    return results
+
+
+def factor_of(bar: Bar, results: Sequence[Result]) -> float:
+    """How many times our median the rival's is."""
+    return next(r.times_ours for r in results if (r.cost, r.way) == (bar.cost, bar.rival))
+
+
+def machine() -> Dict[str, Any]:
+    """Where and with what a run was taken."""
+    import torch
+
+    import fastdp
+
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fastdp": fastdp.__version__,
+        "compiler": fastdp.build_info()["compiler"],
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def machine_line(found: Dict[str, Any]) -> str:
+    return (
+        f"{found['cpu']}, {found['cores']} cores, load {found['load']}; Python {found['python']}, "
+        f"torch {found['torch']}, fastdp {found['fastdp']} ({found['compiler']}); {found['date']}"
+    )
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown; a cost's name stands in its first row."""
+    lines = ["| cost | way | median, us | 10 % to 90 % | times fastdp |"]
+    lines.append("|---|---|---:|---:|---:|")
+    former = None
+    for cost, way, sample, times in results:
+        lines.append(
+            f"| {'' if cost == former else cost} | {way} | {_figure(sample.median_us)} "
+            f"| {_figure(sample.low_us)} to {_figure(sample.high_us)} | {_figure(times)} |"
+        )
+        former = cost
+    return "\n".join(lines)
+
+
+def _figure(value: float) -> str:
+    """Three digits, and no more than are there."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f}"
+
+
+def bar_lines(bars: Sequence[Bar], results: Sequence[Result]) -> str:
+    lines = []
+    for bar in bars:
+        factor = factor_of(bar, results)
+        word = "holds" if factor >= bar.factor else "FAILS"
+        lines.append(
+            f"{word}: {bar.cost}: {bar.rival} takes {_figure(factor)} times as long, "
+            f"at least {bar.factor:g} is promised"
+        )
+    return "\n".join(lines)
+
+
+def as_json(
+    bars: Sequence[Bar], results: Sequence[Result], found: Dict[str, Any], repeats: int
+) -> str:
+    return json.dumps(
+        {
+            "machine": found,
+            "repeats": repeats,
+            "results": [
+                {"cost": r.cost, "way": r.way, **r.sample._asdict(), "times_fastdp": r.times_ours}
+                for r in results
+            ],
+            "bars": [
+                {**bar._asdict(), "measured": factor_of(bar, results)}
+                | {"holds": factor_of(bar, results) >= bar.factor}
+                for bar in bars
+            ],
+        },
+        indent=1,
+    )
+
+
+def main(
+    description: str,
+    costs: Sequence[Callable[[], Cost]],
+    bars: Sequence[Bar],
+    arguments: Optional[Sequence[str]] = None,
+) -> int:
+    """The command line of a benchmark; gives its exit status."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--repeats", type=int, default=60, help="rounds per cost (default 60)")
+    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+    parser.add_argument("--check", action="store_true", help="exit 1 when a bar fails")
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"argument --repeats: {options.repeats}, must be at least 1")
+    found = machine()
+    results = measure(costs, options.repeats)
+    if options.json:
+        print(as_json(bars, results, found, options.repeats))
+    else:
+        print(f"{machine_line(found)}\n\n{table(results)}\n\n{bar_lines(bars, results)}")
+    failed = any(factor_of(bar, results) < bar.factor for bar in bars)
+    if failed and options.check:
+        print("a bar fails", file=sys.stderr)
+    return int(failed and options.check)
