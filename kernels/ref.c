@@ -7,8 +7,8 @@
 
 #include "kernels.h"
 
-/* One row of a strided copy, strides in bytes. `size_bytes` is a constant at each place of use, so memcpy becomes one
- * load and one store that need no alignment. */
+/* One row of a strided copy, strides in bytes. `size_bytes` is a constant at each place of use, so
+ * memcpy becomes one load and one store that need no alignment. */
 static inline __attribute__((always_inline)) void copy_row_of(
     char *target, const char *source, int64_t count, int64_t target_stride, int64_t source_stride,
     size_t size_bytes) {

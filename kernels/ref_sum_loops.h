@@ -151,9 +151,9 @@ FDP_INLINE void FDP_ISA(bool_store)(char *to, FDP_ISA(u8) sum) {
   memcpy(to, &ones, sizeof ones);
 }
 
-/* With two sources, one pass. With more, a block at a time: sources are read two by two, as the
- * machine's prefetching likes it, into totals that stay in the nearest cache. A block is wholly
- * read before it is written, so the target may be any of the sources. */
+/* With two sources, one pass. With more, a block at a time: sources are read two by two into totals
+ * that stay in the nearest cache. A block is wholly read before it is written, so the target may be
+ * any of the sources. */
 #define FDP_LOOP(NAME, CELL, LOAD, ADD, STORE)                                                   \
   FDP_ISA_TARGET static void FDP_ISA(NAME)(char *target, const char *const *sources,             \
                                            int32_t source_count, size_t size_bytes) {            \

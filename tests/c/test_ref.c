@@ -258,8 +258,9 @@ static void run_sum_case(const sum_case *c, sum_function sum_of) {
 }
 
 static void test_sums(void) {
-  static const int64_t lengths[] = {0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129,
-                                    255, 256, 257, 1021, 20011};
+  static const int64_t lengths[] = {0,  1,  2,  7,   15,  16,  17,  31,  32,  33,   63,  64,
+                                    65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1021, 1024,
+                                    1025, 20011};
   static const int32_t counts[] = {1, 2, 3, 4, 8, FDP_MAX_REPLICAS};
   for (int t = 0; t < CASE_DTYPES; t++) {
     for (size_t l = 0; l < sizeof lengths / sizeof lengths[0]; l++) {
