@@ -39,7 +39,7 @@ from toolkit import NotUsable, find_toolkit, probe  # noqa: E402
 DLPACK_VERSION = "1.3"
 SANITIZERS = ("address", "undefined", "thread")
 # Sources that need CUDA headers; NCCL is loaded at run time but works on CUDA streams.
-CUDA_SOURCES = ("device_cuda*.c", "transport_peer*.c", "transport_nccl*.c", "nccl*.c")
+CUDA_SOURCES = ("device_cuda*.c", "transport_nccl*.c", "nccl*.c")
 NUMPY_SOURCES = ("py_numpy*.c",)
 
 C_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-fPIC", "-fvisibility=hidden", "-pthread"]

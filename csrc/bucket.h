@@ -26,7 +26,7 @@ fdp_view fdp_bucket_slot(const fdp_bucket *bucket, int32_t index, void *flat_dat
 
 /* Copies sources[0..count) into the slots of every flat buffer. Source k has slot k's shape and
  * dtype, any strides. flats[i] is a contiguous one-dimensional view of the bucket's dtype and at
- * least fdp_bucket_size_bytes; gaps are left alone. All sources lie on one device, the home.
+ * least fdp_bucket_size_bytes; gaps may hold anything afterwards. All sources lie on one device.
  * Reads sources on home_stream; writes flats[i] on flat_streams[i]; afterwards home_stream waits
  * for the reads. */
 fdp_status fdp_bucket_broadcast(fdp_context *context, const fdp_bucket *bucket,

@@ -9,7 +9,9 @@
 #include "device_host.h"
 #include "env.h"
 #include "log.h"
+#include "transport_host.h"
 #include "transport_local.h"
+#include "transport_peer.h"
 #ifdef FDP_WITH_CUDA
 #include "device_cuda.h"
 #endif
@@ -17,23 +19,36 @@
 /* Distinct devices of one context: more than any machine has. */
 #define MAX_DEVICES 64
 
-#define MAX_TRANSPORTS 4
+#define MAX_TRANSPORTS 5 /* and a NULL */
 
 typedef struct context_device {
   fdp_device *device;
   fdp_pool *pool;
+  fdp_pool *pinned;
   fdp_order *order;
 } context_device;
 
 struct fdp_context {
   int64_t timeout_ms;
   const char *forced_transport; /* of FASTDP_TRANSPORT; NULL for "auto" */
-  fdp_transport *transports[MAX_TRANSPORTS]; /* in order of preference */
+  fdp_transport *transports[MAX_TRANSPORTS]; /* in order of preference, up to NULL */
   int32_t transport_count;
   pthread_mutex_t mutex; /* guards all below */
   context_device devices[MAX_DEVICES];
   int32_t device_count;
 };
+
+/* The order of preference. */
+static fdp_status open_transports(fdp_context *context) {
+  fdp_transport **next = context->transports;
+  fdp_status status;
+  FDP_TRY(fdp_transport_local_open(next++));
+  FDP_TRY(fdp_transport_peer_open(context->timeout_ms, next++));
+  FDP_TRY(fdp_transport_host_open(next++));
+done:
+  while (context->transports[context->transport_count]) context->transport_count += 1;
+  return status;
+}
 
 fdp_status fdp_context_open(fdp_context **context) {
   fdp_context *opened = calloc(1, sizeof *opened);
@@ -44,8 +59,7 @@ fdp_status fdp_context_open(fdp_context **context) {
   FDP_TRY(fdp_env_integer(FDP_ENV_TIMEOUT_MS, &opened->timeout_ms));
   FDP_TRY(fdp_env_choice(FDP_ENV_TRANSPORT, &choice));
   if (choice > 0) opened->forced_transport = fdp_env_choice_name(FDP_ENV_TRANSPORT, choice);
-  FDP_TRY(fdp_transport_local_open(&opened->transports[0]));
-  opened->transport_count = 1;
+  FDP_TRY(open_transports(opened));
   *context = opened;
   opened = NULL;
 done:
@@ -55,6 +69,7 @@ done:
 
 static void entry_close(context_device *entry) {
   fdp_pool_close(entry->pool);
+  fdp_pool_close(entry->pinned);
   fdp_order_close(entry->order);
   if (entry->device) entry->device->ops->close(entry->device);
 }
@@ -79,6 +94,7 @@ static fdp_status add_device_locked(fdp_context *context, fdp_device *device,
     goto done;
   }
   FDP_TRY(fdp_pool_open(device, FDP_POOL_IDLE_BYTES, &added.pool));
+  FDP_TRY(fdp_pool_open_pinned(device, FDP_POOL_IDLE_BYTES, &added.pinned));
   FDP_TRY(fdp_order_open(device, context->timeout_ms, &added.order));
   context->devices[context->device_count] = added;
   *entry = &context->devices[context->device_count++];
@@ -159,57 +175,18 @@ fdp_pool *fdp_context_pool(fdp_context *context, fdp_device *device) {
   return pool;
 }
 
-/* FASTDP_TRANSPORT is about GPUs: host memory has no choice of means. */
-static bool may_use(const fdp_context *context, const fdp_transport *transport, bool all_cuda) {
-  if (!context->forced_transport || !all_cuda) return true;
-  return strcmp(context->forced_transport, transport->ops->name) == 0;
-}
-
-fdp_status fdp_context_transport(fdp_context *context, fdp_device_id home,
-                                 const fdp_device_id *others, int32_t other_count,
-                                 const fdp_transport **transport) {
-  fdp_device_id places[FDP_MAX_REPLICAS];
-  assert(other_count <= FDP_MAX_REPLICAS);
-  home = fdp_device_place(home);
-  bool all_cuda = home.kind == FDP_DEVICE_CUDA;
-  for (int32_t i = 0; i < other_count; ++i) {
-    places[i] = fdp_device_place(others[i]);
-    if (places[i].kind != FDP_DEVICE_CUDA) all_cuda = false;
-  }
-  char reasons[FDP_MESSAGE_BYTES / 2] = "";
-  size_t used = 0;
-  for (int32_t i = 0; i < context->transport_count; ++i) {
-    const fdp_transport *candidate = context->transports[i];
-    char reason[160] = "FASTDP_TRANSPORT asks for another";
-    if (may_use(context, candidate, all_cuda) &&
-        candidate->ops->joins(candidate, home, places, other_count, reason, sizeof reason)) {
-      fdp_log(FDP_LOG_DEBUG, "transport %s%s%s", candidate->ops->name, used ? ", since " : "",
-              reasons);
-      *transport = candidate;
-      return FDP_OK;
-    }
-    int written = snprintf(reasons + used, sizeof reasons - used, "%s%s: %s", used ? "; " : "",
-                           candidate->ops->name, reason);
-    if (written > 0) used += (size_t)written;
-    if (used >= sizeof reasons) used = sizeof reasons - 1;
-  }
-  return fdp_fail(FDP_UNSUPPORTED, "no transport joins the devices (FASTDP_TRANSPORT=%s; %s)",
-                  context->forced_transport ? context->forced_transport : "auto", reasons);
-}
-
 static fdp_endpoint endpoint_of(const context_device *entry, fdp_stream *stream) {
-  return (fdp_endpoint){entry->device, stream, entry->pool, entry->order};
+  return (fdp_endpoint){entry->device, stream, entry->pool, entry->pinned, entry->order};
 }
 
-fdp_status fdp_context_party(fdp_context *context, fdp_device_id home, fdp_stream *home_stream,
-                             const fdp_device_id *others, fdp_stream *const *streams,
-                             int32_t other_count, fdp_party *party) {
+/* Everyone, but no transport yet. */
+static fdp_status gather_party(fdp_context *context, fdp_device_id home, fdp_stream *home_stream,
+                               const fdp_device_id *others, fdp_stream *const *streams,
+                               int32_t other_count, fdp_party *party) {
   assert(other_count > 0 && other_count <= FDP_MAX_REPLICAS);
-  fdp_status status =
-      fdp_context_transport(context, home, others, other_count, &party->transport);
-  if (status != FDP_OK) return status;
-  party->other_count = other_count;
   context_device *entry = NULL;
+  fdp_status status;
+  party->other_count = other_count;
   pthread_mutex_lock(&context->mutex);
   FDP_TRY(get_device_locked(context, home, &entry));
   party->home = endpoint_of(entry, home_stream);
@@ -219,5 +196,78 @@ fdp_status fdp_context_party(fdp_context *context, fdp_device_id home, fdp_strea
   }
 done:
   pthread_mutex_unlock(&context->mutex);
+  return status;
+}
+
+/* FASTDP_TRANSPORT is about GPUs: host memory has no choice of means. */
+static bool is_choice_free(const fdp_context *context, const fdp_party *party) {
+  if (!context->forced_transport || party->home.device->id.kind != FDP_DEVICE_CUDA) return true;
+  for (int32_t i = 0; i < party->other_count; ++i) {
+    if (party->others[i].device->id.kind != FDP_DEVICE_CUDA) return true;
+  }
+  return false;
+}
+
+static bool joins(const fdp_transport *transport, const fdp_party *party, char *reason,
+                  size_t reason_bytes) {
+  return transport->ops->joins(transport, &party->home, party->others, party->other_count, reason,
+                               reason_bytes);
+}
+
+static fdp_status choose_forced(fdp_context *context, fdp_party *party, char *text,
+                                size_t text_bytes) {
+  const char *name = context->forced_transport;
+  char reason[256] = "";
+  for (int32_t i = 0; i < context->transport_count; ++i) {
+    const fdp_transport *candidate = context->transports[i];
+    if (strcmp(name, candidate->ops->name) != 0) continue;
+    if (!joins(candidate, party, reason, sizeof reason)) {
+      return fdp_fail(FDP_UNSUPPORTED, "FASTDP_TRANSPORT=%s does not join the devices: %s", name,
+                      reason);
+    }
+    snprintf(text, text_bytes, "%s, as FASTDP_TRANSPORT says", name);
+    party->transport = candidate;
+    return FDP_OK;
+  }
+  return fdp_fail(FDP_UNSUPPORTED, "FASTDP_TRANSPORT=%s: this build has no such transport", name);
+}
+
+/* Writes "peer, since local: cuda:0 and cuda:1 are different memories" into `text`. */
+static fdp_status choose(fdp_context *context, fdp_party *party, char *text, size_t text_bytes) {
+  if (!is_choice_free(context, party)) return choose_forced(context, party, text, text_bytes);
+  char reasons[FDP_MESSAGE_BYTES / 2] = "";
+  size_t used = 0;
+  for (int32_t i = 0;; ++i) {
+    assert(i < context->transport_count); /* the last joins anything */
+    const fdp_transport *candidate = context->transports[i];
+    char reason[256] = "";
+    if (joins(candidate, party, reason, sizeof reason)) {
+      snprintf(text, text_bytes, "%s%s%s", candidate->ops->name, used ? ", since " : "", reasons);
+      party->transport = candidate;
+      return FDP_OK;
+    }
+    int written = snprintf(reasons + used, sizeof reasons - used, "%s%s: %s", used ? "; " : "",
+                           candidate->ops->name, reason);
+    if (written > 0) used += (size_t)written;
+    if (used >= sizeof reasons) used = sizeof reasons - 1;
+  }
+}
+
+fdp_status fdp_context_transport_reason(fdp_context *context, fdp_device_id home,
+                                        const fdp_device_id *others, int32_t other_count,
+                                        char *text, size_t text_bytes) {
+  fdp_party party;
+  fdp_status status = gather_party(context, home, NULL, others, NULL, other_count, &party);
+  return status == FDP_OK ? choose(context, &party, text, text_bytes) : status;
+}
+
+fdp_status fdp_context_party(fdp_context *context, fdp_device_id home, fdp_stream *home_stream,
+                             const fdp_device_id *others, fdp_stream *const *streams,
+                             int32_t other_count, fdp_party *party) {
+  char text[FDP_MESSAGE_BYTES] = "";
+  fdp_status status =
+      gather_party(context, home, home_stream, others, streams, other_count, party);
+  if (status == FDP_OK) status = choose(context, party, text, sizeof text);
+  if (status == FDP_OK) fdp_log(FDP_LOG_DEBUG, "transport %s", text);
   return status;
 }

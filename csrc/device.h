@@ -31,6 +31,14 @@ typedef struct fdp_device_ops {
    * that has warmed up. */
   fdp_status (*memory_take)(fdp_device *device, size_t size_bytes, void **address);
   void (*memory_drop)(fdp_device *device, void *address);
+  /* Host memory, aligned in the same way, that the work of every device of this backend can read
+   * and write, and copies without holding the calling thread up. */
+  fdp_status (*pinned_take)(fdp_device *device, size_t size_bytes, void **address);
+  void (*pinned_drop)(fdp_device *device, void *address);
+  /* From now on work of `device` can read and write memory that memory_take gave on `peer`, a device
+   * of the same backend. FDP_UNSUPPORTED, with the reason, where that cannot be. Enqueues nothing;
+   * again is free. */
+  fdp_status (*peer_reach)(fdp_device *device, fdp_device *peer);
 
   fdp_status (*stream_open)(fdp_device *device, fdp_stream **stream);
   /* Waits for what was enqueued, at most `timeout_ms`, then closes. */
@@ -71,6 +79,8 @@ struct fdp_device {
 
 /* memory_take, as everything outside a backend must call it: FDP_FAULT_MEMORY_TAKE is looked at. */
 fdp_status fdp_device_memory_take(fdp_device *device, size_t size_bytes, void **address);
+/* pinned_take, in the same way. */
+fdp_status fdp_device_pinned_take(fdp_device *device, size_t size_bytes, void **address);
 
 /* A stream together with the device it belongs to: what a verb is told to enqueue on. */
 typedef struct fdp_stream_ref {

@@ -58,6 +58,32 @@ static void memory_drop(fdp_device *device, void *address) {
   (void)fdp_cuda_guard_finish(&guard, (int)cudaFree(address), "memory_drop");
 }
 
+static fdp_status pinned_take(fdp_device *device, size_t size_bytes, void **address) {
+  fdp_cuda_guard guard;
+  void *taken = NULL;
+  fdp_status status = fdp_cuda_guard_enter(&guard, device);
+  if (status != FDP_OK) return status;
+  /* Portable: every device copies it without the driver's own staging. */
+  cudaError_t code = cudaHostAlloc(&taken, size_bytes > 0 ? size_bytes : FDP_ALIGNMENT_BYTES,
+                                   cudaHostAllocPortable);
+  status = fdp_cuda_guard_finish(&guard, (int)code, "pinned_take");
+  if (status != FDP_OK) return status;
+  assert((uintptr_t)taken % FDP_ALIGNMENT_BYTES == 0);
+  *address = taken;
+  return FDP_OK;
+}
+
+static void pinned_drop(fdp_device *device, void *address) {
+  fdp_cuda_guard guard;
+  if (!address || fdp_cuda_guard_enter(&guard, device) != FDP_OK) return;
+  (void)fdp_cuda_guard_finish(&guard, (int)cudaFreeHost(address), "pinned_drop");
+}
+
+static fdp_status peer_reach(fdp_device *device, fdp_device *peer) {
+  assert(peer->ops == device->ops);
+  return fdp_device_cuda_enable_peer(device, peer->id.ordinal);
+}
+
 /* ---- host waits ---- */
 
 static int64_t now_ns(void) {
@@ -230,6 +256,9 @@ static const fdp_device_ops cuda_ops = {
     .close = device_close,
     .memory_take = memory_take,
     .memory_drop = memory_drop,
+    .pinned_take = pinned_take,
+    .pinned_drop = pinned_drop,
+    .peer_reach = peer_reach,
     .stream_open = stream_open,
     .stream_close = stream_close,
     .event_open = event_open,

@@ -37,6 +37,14 @@ static void memory_drop(fdp_device *device, void *address) {
   free(address);
 }
 
+/* All host devices are one memory. */
+static fdp_status peer_reach(fdp_device *device, fdp_device *peer) {
+  assert(peer->ops == device->ops);
+  (void)device;
+  (void)peer;
+  return FDP_OK;
+}
+
 static fdp_status stream_open(fdp_device *device, fdp_stream **stream) {
   return host_stream_open(options_of(device), stream);
 }
@@ -190,6 +198,9 @@ static const fdp_device_ops host_ops = {
     .close = device_close,
     .memory_take = memory_take,
     .memory_drop = memory_drop,
+    .pinned_take = memory_take,
+    .pinned_drop = memory_drop,
+    .peer_reach = peer_reach,
     .stream_open = stream_open,
     .stream_close = stream_close,
     .event_open = event_open,
@@ -210,7 +221,8 @@ fdp_status fdp_device_host_open(const fdp_device_host_options *options, fdp_devi
   host_device *opened = calloc(1, sizeof *opened);
   if (!opened) return fdp_fail(FDP_OUT_OF_MEMORY, "host: no memory for a device");
   opened->base.ops = &host_ops;
-  opened->base.id = (fdp_device_id){FDP_DEVICE_HOST, options->ordinal};
+  int32_t kind = options->kind ? options->kind : FDP_DEVICE_HOST;
+  opened->base.id = (fdp_device_id){kind, options->ordinal};
   opened->options = *options;
   *device = &opened->base;
   return FDP_OK;

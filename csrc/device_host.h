@@ -8,6 +8,7 @@
 #include "device.h"
 
 typedef struct fdp_device_host_options {
+  int32_t kind;                  /* of the device's id; 0: FDP_DEVICE_HOST, as it is */
   int32_t ordinal;               /* of the device's id; the real host is 0 */
   int64_t timeout_ms;            /* deadline of the waits that get none of their own */
   const volatile int *abort_flag; /* ends those waits early when not 0; may be NULL; borrowed */

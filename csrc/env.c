@@ -25,6 +25,8 @@ static const fdp_env_variable variables[FDP_ENV_COUNT] = {
                            "How data moves between GPUs: the first means that fits, or only this."},
     [FDP_ENV_UNUSED_GRAD] = {"FASTDP_UNUSED_GRAD", FDP_ENV_CHOICE, "zero|none", "zero", false, 0, 0,
                              "The gradient of a parameter that no replica used."},
+    [FDP_ENV_TEST_BAD_PEER] = {"FASTDP_TEST_BAD_PEER", FDP_ENV_TEXT, "two GPUs, as 0-1", "none",
+                               false, 0, 0, "For tests: peer copies of this pair are taken for wrong."},
     [FDP_ENV_CUDA] = {"FASTDP_CUDA", FDP_ENV_TEXT, "auto|1|0", "auto", true, 0, 0,
                       "Build the CUDA backend: if nvcc is found, always, or never."},
     [FDP_ENV_CUDA_ARCHS] = {"FASTDP_CUDA_ARCHS", FDP_ENV_TEXT,
@@ -48,6 +50,11 @@ const fdp_env_variable *fdp_env_describe(fdp_env_id id) {
 static const char *value_text(fdp_env_id id) {
   const char *text = getenv(variables[id].name);
   return text && *text ? text : variables[id].standard;
+}
+
+const char *fdp_env_text(fdp_env_id id) {
+  assert(fdp_env_describe(id)->type == FDP_ENV_TEXT);
+  return value_text(id);
 }
 
 fdp_status fdp_env_integer(fdp_env_id id, int64_t *value) {

@@ -15,6 +15,7 @@ typedef enum fdp_env_id {
   FDP_ENV_BUCKET_BYTES,
   FDP_ENV_TRANSPORT,
   FDP_ENV_UNUSED_GRAD,
+  FDP_ENV_TEST_BAD_PEER,
   FDP_ENV_CUDA,
   FDP_ENV_CUDA_ARCHS,
   FDP_ENV_SANITIZE,
@@ -41,6 +42,8 @@ const fdp_env_variable *fdp_env_describe(fdp_env_id id);
 fdp_status fdp_env_integer(fdp_env_id id, int64_t *value);
 /* The place of the value among the choices of type_text, from 0. */
 fdp_status fdp_env_choice(fdp_env_id id, int32_t *choice);
+/* The text itself. */
+const char *fdp_env_text(fdp_env_id id);
 /* The choice at that place; "" when there is none. */
 const char *fdp_env_choice_name(fdp_env_id id, int32_t choice);
 

@@ -34,6 +34,27 @@
 #define FDP_POOL_IDLE_BYTES (INT64_C(1) << 30)
 #endif
 
+/* Scratch buffers of one size that a transport keeps in flight before it waits for one. */
+#ifndef FDP_POOL_DEPTH
+#define FDP_POOL_DEPTH 3
+#endif
+
+/* From this size up a bucket between three or more GPUs is cut into shards (transport_peer.c): below
+ * it one more hop costs more than the home's link does. */
+#ifndef FDP_PEER_SHARDED_BYTES
+#define FDP_PEER_SHARDED_BYTES (INT64_C(512) << 10)
+#endif
+
+/* Piece in which a large copy passes through pinned memory: one is sent while the next arrives. */
+#ifndef FDP_RELAY_CHUNK_BYTES
+#define FDP_RELAY_CHUNK_BYTES (INT64_C(2) << 20)
+#endif
+
+/* How long the pattern check of two peers may take before they count as stalled. */
+#ifndef FDP_PEER_CHECK_TIMEOUT_MS
+#define FDP_PEER_CHECK_TIMEOUT_MS 20000
+#endif
+
 /* Strided copies that a plan holds without memory of its own. */
 #ifndef FDP_PLAN_INLINE_COPIES
 #define FDP_PLAN_INLINE_COPIES 4

@@ -1,13 +1,18 @@
 /* A transport moves data between devices: a table of functions and one struct behind it. Verbs
- * plan, transports carry; a verb never looks at which one it was given. `local` (one memory) is
- * here; `peer`, `nccl` and `host` have the same table.
+ * plan, transports carry; a verb never looks at which one it was given. In order of preference
+ * (context.c): `local`, one memory; `peer`, GPUs that map each other's; `host`, anything, staged
+ * through pinned host memory.
  *
  * Every operation enqueues and returns. Its contract about streams is the same for all: it reads
  * what lies on an endpoint on that endpoint's stream, after all that is enqueued there, and writes
  * on the target's; when it returns, each source's stream waits for the reads, and the targets'
  * streams have the writes enqueued. When it fails, work may have been enqueued in part; sources'
  * streams then may not wait for it. Endpoints may repeat devices and streams. Argument arrays are
- * read before the call returns. Any thread; a transport guards what it keeps. */
+ * read before the call returns. Any thread; a transport guards what it keeps.
+ *
+ * Memory of the host on the stream NULL is different, as nothing can wait there but the caller. What
+ * goes to it has arrived when the call returns. What is read from it may still be read afterwards:
+ * whoever called keeps it, unchanged, until the targets' streams have passed. */
 #ifndef FDP_TRANSPORT_H
 #define FDP_TRANSPORT_H
 
@@ -21,6 +26,7 @@ typedef struct fdp_endpoint {
   fdp_device *device;
   fdp_stream *stream;
   fdp_pool *pool;   /* scratch on the device */
+  fdp_pool *pinned; /* scratch in host memory that the device reaches */
   fdp_order *order; /* makes streams wait for a stream of the device */
 } fdp_endpoint;
 
@@ -35,22 +41,25 @@ typedef struct fdp_transfer {
 typedef struct fdp_transport_ops {
   const char *name; /* as in FASTDP_TRANSPORT */
   void (*close)(fdp_transport *transport);
-  /* True if it can carry between `home` and each of `others` (places: fdp_device_place). Else
-   * writes what is missing into `reason`. Looks at ids only, so it may be asked before a device is
-   * open. */
-  bool (*joins)(const fdp_transport *transport, fdp_device_id home, const fdp_device_id *others,
-                int32_t other_count, char *reason, size_t reason_bytes);
+  /* True if it can carry between `home` and each of `others`, whose streams are not looked at. Else
+   * writes what is missing into `reason`. Asked for each call of a verb: what takes time to find out
+   * is kept. */
+  bool (*joins)(const fdp_transport *transport, const fdp_endpoint *home,
+                const fdp_endpoint *others, int32_t other_count, char *reason,
+                size_t reason_bytes);
 
   /* The targets of all transfers are disjoint from each other and from all sources. */
   fdp_status (*copy)(const fdp_transport *transport, const fdp_transfer *transfers,
                      int32_t transfer_count);
-  /* Packs tensors of `home` into the flat buffer of each target. No segment's tensor is NULL. */
+  /* Packs tensors of `home` into the flat buffer of each target. No segment's tensor is NULL, and
+   * their offsets ascend. Bytes between segments may be written too. */
   fdp_status (*pack)(const fdp_transport *transport, const fdp_endpoint *home,
                      const fdp_segment *segments, int32_t segment_count,
                      const fdp_endpoint *targets, void *const *flats, int32_t target_count);
   /* sums[k].sources[r] lies on ranks[r] (or is NULL), sums[k].target on home; source_count is
-   * rank_count in each. All targets lie in [span, span + span_bytes). A target may be one of its
-   * own sources. */
+   * rank_count in each. All targets lie in [span, span + span_bytes), at ascending addresses, and
+   * each at a multiple of FDP_ALIGNMENT_BYTES from its start. A target may be one of its own
+   * sources. */
   fdp_status (*sum)(const fdp_transport *transport, const fdp_endpoint *home,
                     const fdp_endpoint *ranks, int32_t rank_count, const fdp_sum *sums,
                     int32_t sum_count, void *span, int64_t span_bytes);
@@ -66,6 +75,15 @@ static inline fdp_status fdp_endpoint_after(const fdp_endpoint *first, const fdp
   return fdp_order_after(first->order, first->stream,
                          (fdp_stream_ref){then->device, then->stream});
 }
+
+static inline fdp_stream_ref fdp_endpoint_ref(const fdp_endpoint *endpoint) {
+  return (fdp_stream_ref){endpoint->device, endpoint->stream};
+}
+
+/* Enqueues copies on the endpoint: plain ones (ndim 0) one by one, so that a copy engine can take
+ * them, all others by one launch. */
+fdp_status fdp_endpoint_copy(const fdp_endpoint *endpoint, const fdp_strided_copy *copies,
+                             int32_t copy_count);
 
 static inline bool fdp_endpoint_equal(const fdp_endpoint *a, const fdp_endpoint *b) {
   return a->device == b->device && a->stream == b->stream;

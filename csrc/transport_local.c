@@ -5,17 +5,19 @@
 
 static void local_close(fdp_transport *transport) { free(transport); }
 
-static bool local_joins(const fdp_transport *transport, fdp_device_id home,
-                        const fdp_device_id *others, int32_t other_count, char *reason,
+static bool local_joins(const fdp_transport *transport, const fdp_endpoint *home,
+                        const fdp_endpoint *others, int32_t other_count, char *reason,
                         size_t reason_bytes) {
   (void)transport;
+  fdp_device_id home_id = home->device->id;
   for (int32_t i = 0; i < other_count; ++i) {
-    bool is_host = home.kind == FDP_DEVICE_HOST && others[i].kind == FDP_DEVICE_HOST;
-    if (is_host || fdp_device_equal(home, others[i])) continue;
+    fdp_device_id id = others[i].device->id;
+    bool is_host = home_id.kind == FDP_DEVICE_HOST && id.kind == FDP_DEVICE_HOST;
+    if (is_host || home->device == others[i].device) continue;
     char home_text[32], other_text[32];
     snprintf(reason, reason_bytes, "%s and %s are different memories",
-             fdp_device_text(home, home_text, sizeof home_text),
-             fdp_device_text(others[i], other_text, sizeof other_text));
+             fdp_device_text(home_id, home_text, sizeof home_text),
+             fdp_device_text(id, other_text, sizeof other_text));
     return false;
   }
   return true;

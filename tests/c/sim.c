@@ -50,6 +50,8 @@ struct sim {
   uint64_t random;
   fdp_stream streams[MAX_STREAMS];
   int32_t stream_count;
+  fdp_stream *closed_streams[MAX_STREAMS];
+  int32_t closed_count;
   int64_t clocks[MAX_STREAMS][MAX_STREAMS]; /* of each stream, as far as it has run */
   int32_t operation_count;
   int32_t first_waiting; /* all operations before it have run */
@@ -126,6 +128,24 @@ static fdp_status memory_take(fdp_device *device, size_t size_bytes, void **addr
 static void memory_drop(fdp_device *device, void *address) {
   (void)device;
   free(address);
+}
+
+static fdp_status peer_reach(fdp_device *device, fdp_device *peer) {
+  (void)device;
+  (void)peer;
+  return FDP_OK;
+}
+
+static fdp_status stream_open(fdp_device *device, fdp_stream **stream) {
+  *stream = sim_stream(((sim_backend *)device)->world);
+  return FDP_OK;
+}
+
+/* The next to be opened is the one that was closed: what ran on it comes first, as if the closing
+ * thread had waited for it. */
+static void stream_close(fdp_device *device, fdp_stream *stream) {
+  sim *world = ((sim_backend *)device)->world;
+  world->closed_streams[world->closed_count++] = stream;
 }
 
 static fdp_status event_open(fdp_device *device, fdp_event **event) {
@@ -258,12 +278,16 @@ static fdp_status sum(fdp_device *device, fdp_stream *stream, const fdp_sum *sum
   return FDP_OK;
 }
 
-/* Streams come from sim_stream. */
 static const fdp_device_ops sim_ops = {
     .name = "sim",
     .close = device_close,
     .memory_take = memory_take,
     .memory_drop = memory_drop,
+    .pinned_take = memory_take,
+    .pinned_drop = memory_drop,
+    .peer_reach = peer_reach,
+    .stream_open = stream_open,
+    .stream_close = stream_close,
     .event_open = event_open,
     .event_close = event_close,
     .event_record = event_record,
@@ -302,6 +326,7 @@ fdp_device *sim_device(sim *world, int32_t ordinal) {
 }
 
 fdp_stream *sim_stream(sim *world) {
+  if (world->closed_count > 0) return world->closed_streams[--world->closed_count];
   assert(world->stream_count < MAX_STREAMS);
   fdp_stream *stream = &world->streams[world->stream_count];
   *stream = (fdp_stream){world, world->stream_count++};
