@@ -94,7 +94,7 @@ class Communication:
         if not self.apart:
             return
         if not self._streams:
-            self._streams = [torch.cuda.Stream(device, priority=-1) for device in self.devices]
+            self._open()
         for stream in self._compute_streams():
             self._used[stream.cuda_stream, stream.device] = stream
         for stream in self._used.values():
@@ -103,6 +103,14 @@ class Communication:
             (stream.cuda_stream, stream.device): stream for stream in self._compute_streams()
         }
         self._release(0)
+
+    def _open(self) -> None:
+        """torch opens its memory to peers itself, at its first copy between two GPUs: memory that it
+        maps piece by piece (expandable segments) can be opened by nobody else."""
+        for source in self.devices:
+            for target in self.devices:
+                torch.empty(1, device=source).to(target)
+        self._streams = [torch.cuda.Stream(device, priority=-1) for device in self.devices]
 
     def _compute_streams(self) -> List[torch.cuda.Stream]:
         return [torch.cuda.current_stream(device) for device in self.devices]
