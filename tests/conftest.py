@@ -3,7 +3,7 @@
 A test that asks for `impl` runs on torch's own nn.DataParallel (oracle.py) and on fastdp, so it
 states what both do. A test that asks for `fast` runs on fastdp alone: there fastdp betters torch on
 purpose, or the oracle cannot show it. Host replicas always; with a GPU and a CUDA build also
-several replicas on one GPU.
+several replicas on one GPU, and with several GPUs replicas spread over all of them.
 """
 
 import dataclasses
@@ -47,6 +47,7 @@ class Impl:
     name: str
     api: types.ModuleType
     home: torch.device
+    gpus: int = 1  # over which the replicas are spread
 
     @property
     def is_oracle(self):
@@ -56,7 +57,9 @@ class Impl:
         """n replicas, as this implementation names them."""
         if self.is_oracle:
             return list(range(n))
-        return ["cpu" if self.home.type == "cpu" else 0] * n
+        if self.home.type == "cpu":
+            return ["cpu"] * n
+        return [rank % self.gpus for rank in range(n)]
 
     @property
     def home_id(self):
@@ -77,11 +80,18 @@ def _impl(kind):
         return Impl("oracle", oracle, torch.device("cpu"))
     import fastdp
 
-    return Impl("fastdp", fastdp, torch.device("cuda:0" if kind == "fastdp-cuda" else "cpu"))
+    if kind == "fastdp":
+        return Impl("fastdp", fastdp, torch.device("cpu"))
+    gpus = torch.cuda.device_count() if kind == "fastdp-gpus" else 1
+    return Impl("fastdp", fastdp, torch.device("cuda:0"), gpus)
 
 
 def pytest_generate_tests(metafunc):
-    kinds = ["fastdp"] if no_cuda_reason() else ["fastdp", "fastdp-cuda"]
+    kinds = ["fastdp"]
+    if not no_cuda_reason():
+        kinds.append("fastdp-cuda")
+        if torch.cuda.device_count() > 1:
+            kinds.append("fastdp-gpus")
     if "impl" in metafunc.fixturenames:
         metafunc.parametrize("impl", ["oracle", *kinds], indirect=True)
     if "fast" in metafunc.fixturenames:
