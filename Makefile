@@ -52,17 +52,26 @@ BUILD_APART = rm -rf $(1)/lib; mkdir -p $(1); \
   test "$$("$$python" -c 'import importlib.util as u; print(u.find_spec("fastdp").origin)')" = \
     "$$PWD/fastdp/__init__.py"
 
-# torch throws C++ exceptions: without libstdc++ preloaded beside libasan
-# the first one ends the process. Leaks of the interpreter itself are not ours to report.
+# torch throws C++ exceptions: without libstdc++ preloaded beside libasan the first one ends the
+# process. Leaks of the interpreter itself are not ours to report. A report goes to a file, since
+# pytest's capture would swallow it when the process ends; any report at all is a failure. A mere
+# warning (an allocation that is refused on purpose) is not.
 sanitizer-test: environment
 	@echo; echo "== Core and seam under the address and undefined behaviour sanitizers"
 	@$(USE); export FASTDP_SANITIZE=address,undefined FASTDP_CUDA=0; \
 	  $(call BUILD_APART,build/sanitized); \
 	  preload=$$($${CC:-gcc} -print-file-name=libasan.so); \
 	  preload+=":$$($${CC:-gcc} -print-file-name=libstdc++.so.6)"; \
-	  LD_PRELOAD=$$preload ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  PYTHONMALLOC=malloc "$$python" -m pytest -q -m seam -p no:cacheprovider \
-	    -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
+	  report=$$PWD/report; result=0; \
+	  export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:log_path=$$report; \
+	  export UBSAN_OPTIONS=print_stacktrace=1:log_path=$$report; \
+	  LD_PRELOAD=$$preload PYTHONMALLOC=malloc "$$python" -m pytest -q -m seam \
+	    -p no:cacheprovider -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests \
+	    || result=$$?; \
+	  for file in $$report.*; do \
+	    if grep -qs 'ERROR: \|runtime error: ' "$$file"; then cat "$$file"; result=1; fi; \
+	  done; \
+	  exit $$result
 
 # A machine without a GPU can still compile all kernels, link them, and import the result.
 cuda-test: environment

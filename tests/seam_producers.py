@@ -6,6 +6,14 @@ import ctypes
 from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_uint8
 from ctypes import c_uint16, c_uint32, c_uint64, c_void_p, py_object
 
+import pytest
+import torch
+
+# A torch built with CUDA asks the driver, and refuses devices that are made up.
+made_up_cuda_device = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="this torch asks the driver for the stream of a device"
+)
+
 READ_ONLY = 1
 
 

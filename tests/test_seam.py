@@ -15,6 +15,7 @@ from seam_producers import (
     Producer,
     Table,
     capsule_name,
+    made_up_cuda_device,
     table_capsule,
 )
 
@@ -195,6 +196,7 @@ def test_byte_offset():
     assert target.tolist() == [3.0, 4.0]
 
 
+@made_up_cuda_device
 def test_streams_are_asked_for_on_cuda_only():
     # No framework here tells a stream for CUDA, so it is the legacy default one, written 1.
     producer = Producer(device=(2, 1))

@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from seam_producers import Producer
+from seam_producers import Producer, made_up_cuda_device
 
 from fastdp import _C
 
@@ -177,6 +177,7 @@ def test_refusals(call, error, words):
     assert words in str(caught.value)
 
 
+@made_up_cuda_device
 def test_gradients_of_one_rank_lie_on_one_device():
     elsewhere = Producer((2,), device=(2, 0))
     with pytest.raises(ValueError, match=r"gradients\[0\]\[1\] lies on cuda:0, must lie on cpu"):
