@@ -305,3 +305,16 @@ def test_buffer_that_requires_grad(impl):
     impl.wrap(module, 2)(ints(4, 3)).sum().backward()
     same(module.scale.grad, linear()(ints(4, 3)).sum(0))
     close(module.lin.bias.grad, torch.tensor([8.0, 12.0]).double())
+
+
+@row("D: gradients of buffers; K: buffers_requiring_grad")
+@pytest.mark.parametrize("frozen", [True, False])
+def test_buffers_that_require_grad_alone(impl, frozen):
+    """No parameter shares their bucket: none is there, or none of their dtype."""
+    module = Apply(lambda s, x: s.lin(x) * s.scale + s.shift)
+    module.register_buffer("scale", torch.tensor([2.0, 3.0], requires_grad=True))
+    module.register_buffer("shift", torch.tensor([1.0, 1.0]).double().requires_grad_())
+    module.lin.requires_grad_(not frozen)
+    impl.wrap(module, 2)(ints(4, 3)).sum().backward()
+    same(module.scale.grad, linear()(ints(4, 3)).sum(0).float())
+    same(module.shift.grad, torch.full((2,), 4.0).double())

@@ -132,6 +132,16 @@ def test_none_from_some_replicas_is_refused(fast, size):
         gathered(fast, lambda s, x: None if x.size(0) == size else x, x=ints(3, 3))
 
 
+@row("C: None")
+@pytest.mark.parametrize("other", [3, "s", [1], {"k": None}, ()])
+def test_none_beside_something_else_is_refused(fast, other):
+    """None on replica 0 would swallow what the others return."""
+    with pytest.raises(ValueError, match="None"):
+        gathered(fast, lambda s, x: None if x.size(0) == 2 else other, x=ints(3, 3))
+    with pytest.raises(ValueError, match="None"):
+        gathered(fast, lambda s, x: None if x.size(0) == 1 else other, x=ints(3, 3))
+
+
 LEAVES = {"int": 3, "float": 2.5, "bool": True, "str": "ok", "bytes": b"ok", "empty str": ""}
 
 

@@ -16,7 +16,9 @@ import pytest
 row = pytest.mark.row
 
 PRELUDE = """
-import os, sys, threading, time, warnings
+import os, signal, sys, threading, time, warnings
+# A test run in the background of a shell inherits an ignored SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import torch
 from torch import nn
 import fastdp
@@ -85,7 +87,6 @@ def test_the_wrapper_is_usable_after_an_interrupt():
     """As in a notebook: the interrupted call's straggler must not answer the next call."""
     check(
         """
-        import signal
         dp = wrap({1: 1.5})
         signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         signal.setitimer(signal.ITIMER_REAL, 0.3)

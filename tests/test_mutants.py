@@ -357,6 +357,24 @@ def test_second_derivative_beside_unused_parameters(impl):
     assert idle is None or not idle.any()
 
 
+@row("mutant: a missing gradient in the derivative of a reduction")
+@pytest.mark.parametrize("unused_grad", ["zero", "none"])
+def test_second_derivative_of_parameter_gradients_beside_unused_ones(fast, unused_grad):
+    module, plain = Net(), Net()
+    for m in (module, plain):
+        m.idle = linear(seed=2)
+
+    def run(run, m):
+        used = [m.first.weight, m.first.bias, m.second.weight]
+        gradients = torch.autograd.grad(run(ints(4, 3)).sum(), used, create_graph=True)
+        sum((g**2).sum() for g in gradients).backward()
+        return [p.grad for p in used]
+
+    dp = fast.wrap(module, 2, unused_grad=unused_grad)
+    same(run(dp, module), run(plain, plain))
+    assert module.idle.weight.grad is None or not module.idle.weight.grad.any()
+
+
 @row("mutant: backward with inputs=, which visits only a part of the graph")
 def test_backward_with_inputs(impl):
     module, plain = Net(), Net()

@@ -1,0 +1,140 @@
+"""BEHAVIOUR E: compiled, scripted, traced and exported modules."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from nets import Net, close, grads, ints, linear, same
+from torch import nn
+
+row = pytest.mark.row
+
+
+@row("E: torch.compile")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:Dynamo does not know")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("order", ["DP(compile(m))", "compile(DP(m))", "m.compile()", "inner"])
+def test_compiled_modules(fast, order, backend):
+    torch._dynamo.reset()
+    module, plain = Net(), Net()
+    if order == "DP(compile(m))":
+        run = fast.wrap(torch.compile(module, backend=backend), 2)
+    elif order == "compile(DP(m))":
+        run = torch.compile(fast.wrap(module, 2), backend=backend)
+    elif order == "m.compile()":
+        module.compile(backend=backend)
+        run = fast.wrap(module, 2)
+    else:
+        module.first = torch.compile(module.first, backend=backend)
+        run = fast.wrap(module, 2)
+    opts = [torch.optim.SGD(m.parameters(), 2**-10) for m in (module, plain)]
+    for step in range(3):
+        x = ints(4, 3, seed=step)
+        for m, r, opt in ((module, run, opts[0]), (plain, plain, opts[1])):
+            m.zero_grad()
+            r(x).sum().backward()
+            opt.step()
+        for got, want in zip(module.parameters(), plain.parameters(), strict=True):
+            close(got, want)
+            close(got.grad, want.grad)
+    torch._dynamo.reset()
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = linear()
+        self.register_buffer("k", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.k.add_(x.size(0))
+        return self.lin(x)
+
+
+@row("E: torch.compile; PITFALLS: forward and _compiled_call_impl are bound to the base")
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["DP(compile(m))", "m.compile()", "inner"])
+def test_compiled_modules_run_on_their_replica(fast, order):
+    """A replica that ran the base's forward would write the base's buffer: 4 + 3 instead of 4."""
+    torch._dynamo.reset()
+    module = Counting()
+    if order == "DP(compile(m))":
+        dp = fast.wrap(torch.compile(module, backend="eager"), 2)
+    elif order == "m.compile()":
+        module.compile(backend="eager")
+        dp = fast.wrap(module, 2)
+    else:
+        dp = fast.wrap(nn.Sequential(torch.compile(module, backend="eager")), 2)
+    for step in range(2):
+        same(dp(ints(7, 3)), linear()(ints(7, 3)))
+        assert module.k.item() == 4 * (step + 1)
+    torch._dynamo.reset()
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 2, batch_first=True).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]
+
+
+def scripted(module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(module)
+
+
+@row("E: ScriptModule")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["pure", "child", "lstm"])
+def test_scripted_modules(impl, kind):
+    torch.manual_seed(0)
+    plain = Lstm() if kind == "lstm" else Net()
+    x = ints(4, 2, 3) if kind == "lstm" else ints(4, 3)
+    module = scripted(copy.deepcopy(plain))
+    if kind == "child":
+        module = nn.Sequential(module)
+    dp = impl.wrap(module, 2)
+    close(out := dp(x), want := plain(x))
+    out.sum().backward()
+    want.sum().backward()
+    for got, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        close(got.grad, expected.grad)
+    with torch.no_grad():
+        for parameter in (*module.parameters(), *plain.parameters()):
+            parameter.mul_(2)
+        close(dp(x), plain(x))
+
+
+@row("E: ScriptModule; PITFALLS: fx GraphModules")
+def test_traced_graph_module(impl):
+    module, plain = torch.fx.symbolic_trace(Net()), Net()
+    dp = impl.wrap(module, 2)
+    for _ in range(2):
+        same(out := dp(ints(4, 3)), want := plain(ints(4, 3)))
+        out.sum().backward()
+        want.sum().backward()
+    same(grads(module), grads(plain))
+
+
+@row("E: export / trace of the wrapper")
+def test_script_of_the_wrapper_is_refused_as_by_torch(fast):
+    """A wrapper's forward takes *args: TorchScript refuses both alike."""
+    with pytest.raises(Exception) as torchs:
+        torch.jit.script(nn.DataParallel(linear()))
+    with pytest.raises(torchs.type):
+        torch.jit.script(fast.wrap(linear(), 2))
+
+
+@row("E: export / trace of the wrapper")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_onnx_export_refuses_the_wrapper(fast):
+    with pytest.raises(Exception, match="DataParallel"):
+        torch.onnx.export(fast.wrap(linear(), 2), (ints(4, 3),), io.BytesIO(), dynamo=False)
