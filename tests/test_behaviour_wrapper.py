@@ -208,6 +208,14 @@ def test_nested_wrappers(impl):
     same(grads(module), grads(plain))
 
 
+@row("F: nested DP; PITFALLS: a nested wrapper found on a replica calls its module")
+def test_nested_wrapper_does_not_split_again(fast):
+    sizes = []
+    inner = Apply(lambda s, x: sizes.append(x.size(0)) or s.lin(x))
+    fast.wrap(nn.Sequential(fast.wrap(inner, 2)), 2)(ints(8, 3))
+    assert sizes == [4, 4]
+
+
 @row("F: nested DP, DP in each DDP process; L: nested wrappers")
 def test_wrapper_below_a_plain_module_below_a_wrapper(impl):
     module, plain = Net(), Net()
