@@ -101,7 +101,7 @@ class Bucket:
         count = self.count
         rows = [gradients[i : i + count] for i in range(0, len(gradients), count)]
         sparse = [k for k in range(count) if any(_is_sparse(row[k]) for row in rows)]
-        summed = {k: _sum_in_order([row[k] for row in rows]) for k in sparse}
+        summed = {k: _sum_in_order([row[k] for row in rows], self.device) for k in sparse}
         dense = tuple(
             tuple(None if k in summed else _resolved(row[k]) for k in range(count))
             if summed
@@ -137,10 +137,12 @@ def _resolved(gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     return gradient
 
 
-def _sum_in_order(gradients: Sequence[Optional[torch.Tensor]]) -> torch.Tensor:
+def _sum_in_order(
+    gradients: Sequence[Optional[torch.Tensor]], device: torch.device
+) -> torch.Tensor:
     """Where a sparse gradient takes part: sparse + sparse stays sparse (coalesced, so that the
-    order of the sum is fixed), sparse + dense is dense."""
-    present = [gradient for gradient in gradients if gradient is not None]
+    order of the sum is fixed), sparse + dense is dense. Sparse tensors are moved by torch."""
+    present = [gradient.to(device) for gradient in gradients if gradient is not None]
     total = present[0]
     for gradient in present[1:]:
         if total.layout == torch.strided:

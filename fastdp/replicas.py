@@ -143,7 +143,8 @@ class ReplicaSet:
         for m, module in enumerate(root.modules()):
             for name in ("_parameters", "_buffers"):
                 tensors = [t for t in getattr(module, name).values() if t is not None]
-                last = max((plan.bucket_of[place_of[id(t)]] for t in tensors), default=-1)
+                places = [place_of[id(t)] for t in tensors]
+                last = max((plan.bucket_of.get(place, -1) for place in places), default=-1)
                 for replica in self._replicas[1:]:
                     getattr(replica.modules[m], name).bucket = last
 
@@ -443,6 +444,9 @@ def _fill_fresh(
         for kind in (module._parameters, module._buffers):
             for name, tensor in kind.items():
                 setattr(replica, name, None if tensor is None else copy_of[id(tensor)])
+        if hasattr(module, "_flat_weights_names"):  # an RNN
+            weights = [getattr(replica, name) for name in module._flat_weights_names]
+            setattr(replica, "_flat_weights", weights)
         return
     attributes = replica.__dict__
     attributes["_modules"] = {
