@@ -5,150 +5,17 @@
  *
  * Whatever is taken out of a dictionary is put into a list that is dropped at the very end:
  * dropping a tensor can run any code, and no dictionary is being walked then. */
-#include "py_tree.h"
-
-enum { OWN_PARAMETERS, OWN_BUFFERS, OWN_MODULES, OWN_COUNT };
-
-typedef struct fdp_replica {
-  PyObject_HEAD
-  fdp_tree *tree;
-  PyObject *modules;      /* tuple of the replica's modules, in the tree's order */
-  Py_ssize_t own_count;   /* OWN_COUNT dictionaries of its own for each module */
-  PyObject **own;
-  Py_ssize_t *references; /* per module: its reference count at settle() */
-} fdp_replica;
-
-static PyObject *own_dict(const fdp_replica *replica, Py_ssize_t m, int which)
-{
-  return replica->own[m * OWN_COUNT + which];
-}
-
-static int same_key(PyObject *a, PyObject *b)
-{
-  return a == b || (PyUnicode_Check(a) && PyUnicode_Check(b) && PyUnicode_Compare(a, b) == 0);
-}
-
-/* Moves all values of a dictionary to `trash` and leaves it empty. */
-static int empty_dict(PyObject *dict, PyObject *trash)
-{
-  PyObject *values = PyDict_Values(dict);
-  int result = values == NULL ? -1 : PyList_Append(trash, values);
-  Py_XDECREF(values);
-  if (result == 0) PyDict_Clear(dict);
-  return result;
-}
-
-static int set_item(PyObject *dict, PyObject *key, PyObject *old, PyObject *value, PyObject *trash)
-{
-  if (old == value) return 0;
-  if (old != NULL && old != Py_None && PyList_Append(trash, old) < 0) return -1;
-  return PyDict_SetItem(dict, key, value);
-}
-
-static int is_hook_name(const fdp_tree_names *names, PyObject *key)
-{
-  for (int i = 0; i < FDP_TREE_HOOK_NAMES; i++)
-    if (key == names->hooks[i]) return 1;
-  return 0;
-}
-
-/* A method bound to a base module, bound to the replica's module instead; else the value itself. */
-static PyObject *rebound_method(fdp_replica *replica, PyObject *method, PyObject *current)
-{
-  Py_ssize_t index = fdp_tree_index_of(replica->tree, PyMethod_GET_SELF(method));
-  if (index < 0) return PyErr_Occurred() ? NULL : Py_NewRef(method);
-  PyObject *self = PyTuple_GET_ITEM(replica->modules, index);
-  PyObject *function = PyMethod_GET_FUNCTION(method);
-  if (current != NULL && PyMethod_Check(current) && PyMethod_GET_SELF(current) == self &&
-      PyMethod_GET_FUNCTION(current) == function)
-    return Py_NewRef(current);
-  return PyMethod_New(function, self);
-}
-
-/* A new reference to what replica module `m` holds under `key` where its base holds `value`;
- * `current` is what it holds now, or NULL. */
-static PyObject *wanted_value(fdp_replica *replica, Py_ssize_t m, PyObject *key, PyObject *value,
-                              PyObject *current)
-{
-  const fdp_tree_names *names = &replica->tree->names;
-  if (key == names->parameters || key == names->former_parameters)
-    return Py_NewRef(own_dict(replica, m, OWN_PARAMETERS));
-  if (key == names->buffers) return Py_NewRef(own_dict(replica, m, OWN_BUFFERS));
-  if (key == names->modules) return Py_NewRef(own_dict(replica, m, OWN_MODULES));
-  if (key == names->is_replica) return Py_NewRef(Py_True);
-  if (PyMethod_Check(value)) return rebound_method(replica, value, current);
-  if (PyDict_Check(value) && is_hook_name(names, key)) {
-    if (current != NULL && current != value && Py_TYPE(current) == Py_TYPE(value) &&
-        PyDict_GET_SIZE(current) == 0 && PyDict_GET_SIZE(value) == 0)
-      return Py_NewRef(current);
-    return PyObject_CallMethodNoArgs(value, names->copy);
-  }
-  return Py_NewRef(value);
-}
-
-/* The two entries that a replica has and its base has not, unless the base is a replica itself. */
-static PyObject *added_key(const fdp_replica *replica, PyObject *base_dict, int which)
-{
-  const fdp_tree_names *names = &replica->tree->names;
-  PyObject *key = which == 0 ? names->is_replica : names->former_parameters;
-  int present = PyDict_Contains(base_dict, key);
-  return present == 0 ? key : NULL;
-}
-
-static int write_attribute(fdp_replica *replica, Py_ssize_t m, PyObject *dict, PyObject *key,
-                           PyObject *value, PyObject *current, PyObject *trash)
-{
-  PyObject *wanted = wanted_value(replica, m, key, value, current);
-  int result = wanted == NULL ? -1 : set_item(dict, key, current, wanted, trash);
-  Py_XDECREF(wanted);
-  return result;
-}
-
-/* Writes the replica's attributes from nothing, in the base's order. */
-static int rebuild_attributes(fdp_replica *replica, Py_ssize_t m, PyObject *base_dict,
-                              PyObject *dict, PyObject *trash)
-{
-  PyObject *key, *value;
-  Py_ssize_t position = 0;
-  if (empty_dict(dict, trash) < 0) return -1;
-  while (PyDict_Next(base_dict, &position, &key, &value))
-    if (write_attribute(replica, m, dict, key, value, NULL, trash) < 0) return -1;
-  for (int which = 0; which < 2; which++) {
-    key = added_key(replica, base_dict, which);
-    if (key != NULL && write_attribute(replica, m, dict, key, Py_None, NULL, trash) < 0) return -1;
-  }
-  return PyErr_Occurred() ? -1 : 0;
-}
-
-/* 1: the attributes of module `m` are as a new replica's; 0: their keys differ; -1: error. */
-static int sync_attributes(fdp_replica *replica, Py_ssize_t m, PyObject *base_dict, PyObject *dict,
-                           PyObject *trash)
-{
-  PyObject *key, *value, *own_key, *current;
-  Py_ssize_t position = 0, own_position = 0;
-  while (PyDict_Next(base_dict, &position, &key, &value)) {
-    if (!PyDict_Next(dict, &own_position, &own_key, &current) || !same_key(key, own_key)) return 0;
-    if (current == value && !PyMethod_Check(value) && !PyDict_Check(value)) continue;
-    if (write_attribute(replica, m, dict, key, value, current, trash) < 0) return -1;
-  }
-  for (int which = 0; which < 2; which++) {
-    key = added_key(replica, base_dict, which);
-    if (key == NULL) continue;
-    if (!PyDict_Next(dict, &own_position, &own_key, &current) || own_key != key) return 0;
-    if (write_attribute(replica, m, dict, key, Py_None, current, trash) < 0) return -1;
-  }
-  return !PyDict_Next(dict, &own_position, &own_key, &current);
-}
+#include "py_replica.h"
 
 /* The replica's "_modules": the base's names, the replica's own modules. */
 static int sync_children(fdp_replica *replica, Py_ssize_t m, PyObject *trash)
 {
   const fdp_tree_module *record = &replica->tree->modules[m];
   const fdp_tree_child *children = &replica->tree->children[record->first_child];
-  PyObject *dict = own_dict(replica, m, OWN_MODULES), *key, *current;
+  PyObject *dict = fdp_replica_own(replica, m, FDP_OWN_MODULES), *key, *current;
   Py_ssize_t position = 0, seen = 0;
   while (PyDict_Next(dict, &position, &key, &current)) {
-    if (seen == record->child_count || !same_key(key, children[seen].name)) break;
+    if (seen == record->child_count || !fdp_replica_same_key(key, children[seen].name)) break;
     PyObject *child = children[seen].index < 0
                           ? Py_None
                           : PyTuple_GET_ITEM(replica->modules, children[seen].index);
@@ -156,7 +23,7 @@ static int sync_children(fdp_replica *replica, Py_ssize_t m, PyObject *trash)
     seen++;
   }
   if (seen == record->child_count && PyDict_GET_SIZE(dict) == seen) return 0;
-  if (empty_dict(dict, trash) < 0) return -1;
+  if (fdp_replica_empty_dict(dict, trash) < 0) return -1;
   for (Py_ssize_t c = 0; c < record->child_count; c++) {
     PyObject *child = children[c].index < 0
                           ? Py_None
@@ -166,24 +33,13 @@ static int sync_children(fdp_replica *replica, Py_ssize_t m, PyObject *trash)
   return 0;
 }
 
-/* 1 if both dictionaries have the same keys in the same order. */
-static int same_keys(PyObject *a, PyObject *b)
+/* 1: entries of one dictionary point at this step's copies; 0: its names are not the base's; -1:
+ * error. `*cursor` walks the collected list. */
+static int write_entries(const fdp_tree_entries *collected, Py_ssize_t *cursor,
+                         PyObject *base_dict, PyObject *own, PyObject *copies, PyObject *trash)
 {
-  PyObject *key_a, *key_b, *value;
-  Py_ssize_t position_a = 0, position_b = 0;
-  if (PyDict_GET_SIZE(a) != PyDict_GET_SIZE(b)) return 0;
-  while (PyDict_Next(a, &position_a, &key_a, &value))
-    if (!PyDict_Next(b, &position_b, &key_b, &value) || !same_key(key_a, key_b)) return 0;
-  return 1;
-}
-
-/* Points the entries of one dictionary at this step's copies. `cursor` walks the collected list. */
-static int write_entries(const fdp_tree_entries *collected, Py_ssize_t *cursor, PyObject *base_dict,
-                         PyObject *own, PyObject *copies, PyObject *trash)
-{
-  PyObject *key, *value;
-  Py_ssize_t position = 0;
-  if (!same_keys(base_dict, own) && empty_dict(own, trash) < 0) return -1;
+  PyObject *key, *value, *own_key, *current;
+  Py_ssize_t position = 0, own_position = 0;
   while (PyDict_Next(base_dict, &position, &key, &value)) {
     const fdp_tree_entry *entry = &collected->entries[*cursor];
     if (*cursor >= collected->count || entry->tensor != (value == Py_None ? NULL : value)) {
@@ -192,11 +48,24 @@ static int write_entries(const fdp_tree_entries *collected, Py_ssize_t *cursor, 
                       "its replicas were being made");
       return -1;
     }
+    if (!PyDict_Next(own, &own_position, &own_key, &current) ||
+        !fdp_replica_same_key(key, own_key))
+      return 0;
     PyObject *copy = entry->index < 0 ? Py_None : PyTuple_GET_ITEM(copies, entry->index);
-    PyObject *current = PyDict_GetItemWithError(own, key);
-    if (set_item(own, key, current, copy, trash) < 0) return -1;
+    if (fdp_replica_set_item(own, own_key, current, copy, trash) < 0) return -1;
     ++*cursor;
   }
+  return !PyDict_Next(own, &own_position, &own_key, &current);
+}
+
+/* The base's names, in its order, in an own dictionary. */
+static int rebuild_entries(PyObject *base_dict, PyObject *own, PyObject *trash)
+{
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  if (fdp_replica_empty_dict(own, trash) < 0) return -1;
+  while (PyDict_Next(base_dict, &position, &key, &value))
+    if (PyDict_SetItem(own, key, Py_None) < 0) return -1;
   return 0;
 }
 
@@ -206,27 +75,44 @@ static int drop_entries(PyObject *own, PyObject *trash)
   PyObject *key, *value;
   Py_ssize_t position = 0;
   while (PyDict_Next(own, &position, &key, &value))
-    if (set_item(own, key, value, Py_None, trash) < 0) return -1;
+    if (fdp_replica_set_item(own, key, value, Py_None, trash) < 0) return -1;
   return 0;
 }
 
-/* Attributes and children of module `m` as a new replica's. */
+/* Attributes and children of module `m` as a new replica's, if they are not. */
 static int sync_module(fdp_replica *replica, Py_ssize_t m, PyObject *base_dict, PyObject *trash)
 {
   PyObject *dict = fdp_tree_dict_of(PyTuple_GET_ITEM(replica->modules, m));
-  int result = dict == NULL ? -1 : sync_attributes(replica, m, base_dict, dict, trash);
-  if (result == 0) result = rebuild_attributes(replica, m, base_dict, dict, trash);
-  if (result >= 0) result = sync_children(replica, m, trash);
+  int result = dict == NULL ? -1 : 0;
+  if (result == 0 && !(fdp_attributes_untouched(&replica->attributes[m], dict) &&
+                       fdp_attributes_current(&replica->attributes[m], base_dict)))
+    result = fdp_attributes_sync(replica, m, base_dict, dict, trash);
+  if (result == 0) result = sync_children(replica, m, trash);
   Py_XDECREF(dict);
-  return result < 0 ? -1 : 0;
+  return result;
 }
 
-static PyObject *base_member(PyObject *base_dict, PyObject *name)
+/* Borrowed: the base's "_parameters" or "_buffers", at its place if that is known. */
+static PyObject *base_member(const fdp_attributes *attributes, Py_ssize_t place,
+                             PyObject *base_dict, PyObject *name)
 {
-  PyObject *member = PyDict_GetItemWithError(base_dict, name);
+  PyObject *member = attributes->known ? attributes->list[place].base
+                                       : PyDict_GetItemWithError(base_dict, name);
   if (member != NULL && PyDict_Check(member)) return member;
   if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "module has no dictionary %R", name);
   return NULL;
+}
+
+static int refresh_entries(const fdp_tree_entries *collected, Py_ssize_t *cursor,
+                           PyObject *base_dict, PyObject *own, PyObject *copies, PyObject *trash)
+{
+  Py_ssize_t start = *cursor;
+  if (base_dict == NULL) return -1;
+  int result = write_entries(collected, cursor, base_dict, own, copies, trash);
+  if (result != 0) return result < 0 ? -1 : 0;
+  *cursor = start;
+  if (rebuild_entries(base_dict, own, trash) < 0) return -1;
+  return write_entries(collected, cursor, base_dict, own, copies, trash) < 0 ? -1 : 0;
 }
 
 static int refresh_modules(fdp_replica *replica, PyObject *parameters, PyObject *buffers,
@@ -234,22 +120,24 @@ static int refresh_modules(fdp_replica *replica, PyObject *parameters, PyObject 
 {
   fdp_tree *tree = replica->tree;
   Py_ssize_t parameter_cursor = 0, buffer_cursor = 0;
+  bool was_empty = replica->is_empty;
+  replica->is_empty = false;
   for (Py_ssize_t m = 0; m < tree->module_count; m++) {
-    PyObject *base_dict = fdp_tree_dict_of(tree->modules[m].module), *member;
-    int result = base_dict == NULL ? -1 : sync_module(replica, m, base_dict, trash);
-    if (result == 0) {
-      member = base_member(base_dict, tree->names.parameters);
-      result = member == NULL ? -1
-                              : write_entries(&tree->parameters, &parameter_cursor, member,
-                                              own_dict(replica, m, OWN_PARAMETERS), parameters,
-                                              trash);
-    }
-    if (result == 0) {
-      member = base_member(base_dict, tree->names.buffers);
-      result = member == NULL ? -1
-                              : write_entries(&tree->buffers, &buffer_cursor, member,
-                                              own_dict(replica, m, OWN_BUFFERS), buffers, trash);
-    }
+    const fdp_attributes *attributes = &replica->attributes[m];
+    PyObject *base_dict = fdp_tree_dict_of(tree->modules[m].module);
+    int result = base_dict == NULL ? -1 : 0;
+    if (result == 0 && !(was_empty && fdp_attributes_current(attributes, base_dict)))
+      result = sync_module(replica, m, base_dict, trash);
+    if (result == 0)
+      result = refresh_entries(
+          &tree->parameters, &parameter_cursor,
+          base_member(attributes, attributes->parameters, base_dict, tree->names.parameters),
+          fdp_replica_own(replica, m, FDP_OWN_PARAMETERS), parameters, trash);
+    if (result == 0)
+      result = refresh_entries(
+          &tree->buffers, &buffer_cursor,
+          base_member(attributes, attributes->buffers, base_dict, tree->names.buffers),
+          fdp_replica_own(replica, m, FDP_OWN_BUFFERS), buffers, trash);
     Py_XDECREF(base_dict);
     if (result < 0) return -1;
   }
@@ -291,22 +179,33 @@ static PyObject *replica_refresh(PyObject *self, PyObject *const *arguments, Py_
   Py_RETURN_NONE;
 }
 
+/* Drops the copies of module `m` and what the forward left in it. */
+static int empty_module(fdp_replica *replica, Py_ssize_t m, PyObject *trash)
+{
+  PyObject *dict = fdp_tree_dict_of(PyTuple_GET_ITEM(replica->modules, m)), *base_dict = NULL;
+  int result = dict == NULL ? -1 : 0;
+  if (result == 0 && !fdp_attributes_untouched(&replica->attributes[m], dict)) {
+    base_dict = fdp_tree_dict_of(replica->tree->modules[m].module);
+    result = base_dict == NULL ? -1 : fdp_attributes_sync(replica, m, base_dict, dict, trash);
+  }
+  if (result == 0) result = sync_children(replica, m, trash);
+  if (result == 0) result = drop_entries(fdp_replica_own(replica, m, FDP_OWN_PARAMETERS), trash);
+  if (result == 0) result = drop_entries(fdp_replica_own(replica, m, FDP_OWN_BUFFERS), trash);
+  Py_XDECREF(base_dict);
+  Py_XDECREF(dict);
+  return result;
+}
+
 static PyObject *replica_empty(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
   fdp_replica *replica = (fdp_replica *)self;
-  fdp_tree *tree = replica->tree;
-  if (check_held(tree) < 0) return NULL;
+  if (check_held(replica->tree) < 0) return NULL;
   PyObject *trash = PyList_New(0);
   int result = trash == NULL ? -1 : 0;
-  for (Py_ssize_t m = 0; result == 0 && m < tree->module_count; m++) {
-    PyObject *base_dict = fdp_tree_dict_of(tree->modules[m].module);
-    if (base_dict == NULL || sync_module(replica, m, base_dict, trash) < 0 ||
-        drop_entries(own_dict(replica, m, OWN_PARAMETERS), trash) < 0 ||
-        drop_entries(own_dict(replica, m, OWN_BUFFERS), trash) < 0)
-      result = -1;
-    Py_XDECREF(base_dict);
-  }
+  for (Py_ssize_t m = 0; result == 0 && m < replica->tree->module_count; m++)
+    result = empty_module(replica, m, trash);
   Py_XDECREF(trash);
+  replica->is_empty = result == 0;
   if (result < 0) return NULL;
   Py_RETURN_NONE;
 }
@@ -330,13 +229,15 @@ static PyObject *replica_idle(PyObject *self, PyObject *Py_UNUSED(ignored))
 static int replica_fill(fdp_replica *replica, fdp_tree *tree, PyObject *modules)
 {
   const fdp_tree_names *names = &tree->names;
-  PyObject *const members[OWN_COUNT] = {names->parameters, names->buffers, names->modules};
+  PyObject *const members[FDP_OWN_COUNT] = {names->parameters, names->buffers, names->modules};
   Py_ssize_t count = tree->module_count;
+  replica->module_count = count;
   replica->tree = (fdp_tree *)Py_NewRef((PyObject *)tree);
   replica->modules = Py_NewRef(modules);
-  replica->own = PyMem_Calloc((size_t)(count * OWN_COUNT + 1), sizeof(PyObject *));
+  replica->own = PyMem_Calloc((size_t)(count * FDP_OWN_COUNT + 1), sizeof(PyObject *));
   replica->references = PyMem_Calloc((size_t)count + 1, sizeof(Py_ssize_t));
-  if (replica->own == NULL || replica->references == NULL) {
+  replica->attributes = PyMem_Calloc((size_t)count + 1, sizeof(fdp_attributes));
+  if (replica->own == NULL || replica->references == NULL || replica->attributes == NULL) {
     PyErr_NoMemory();
     return -1;
   }
@@ -347,10 +248,10 @@ static int replica_fill(fdp_replica *replica, fdp_tree *tree, PyObject *modules)
                    tree->modules[m].type->tp_name);
       return -1;
     }
-    for (int which = 0; which < OWN_COUNT; which++) {
+    for (int which = 0; which < FDP_OWN_COUNT; which++) {
       PyObject *own = fdp_tree_member(module, members[which]);
       if (own == NULL) return -1;
-      replica->own[m * OWN_COUNT + which] = own;
+      replica->own[m * FDP_OWN_COUNT + which] = own;
       replica->own_count++;
     }
   }
@@ -401,10 +302,14 @@ static int replica_clear(PyObject *self)
 static void replica_dealloc(PyObject *self)
 {
   PyTypeObject *type = Py_TYPE(self);
+  fdp_replica *replica = (fdp_replica *)self;
   PyObject_GC_UnTrack(self);
   replica_clear(self);
-  PyMem_Free(((fdp_replica *)self)->own);
-  PyMem_Free(((fdp_replica *)self)->references);
+  for (Py_ssize_t m = 0; replica->attributes != NULL && m < replica->module_count; m++)
+    PyMem_Free(replica->attributes[m].list);
+  PyMem_Free(replica->attributes);
+  PyMem_Free(replica->own);
+  PyMem_Free(replica->references);
   type->tp_free(self);
   Py_DECREF(type);
 }

@@ -1,0 +1,65 @@
+/* What the files of Replica share: py_replica.c (the type, and the walk over its modules) and
+ * py_attributes.c (the attribute dictionary of one module). Used under the GIL, one call at a time
+ * per replica. No streams. */
+#ifndef FDP_PY_REPLICA_H
+#define FDP_PY_REPLICA_H
+
+#include "py_tree.h"
+
+/* The dictionaries that each module of a replica has of its own. */
+enum { FDP_OWN_PARAMETERS, FDP_OWN_BUFFERS, FDP_OWN_MODULES, FDP_OWN_COUNT };
+
+/* One attribute: its name, what the base holds (NULL: nothing) and what the replica holds. */
+typedef struct fdp_attribute {
+  PyObject *key, *base, *own;
+} fdp_attribute;
+
+/* The attributes of one module as they were when base and replica last agreed, in the order of both
+ * dictionaries, so that a walk over one of the two tells whether anything has changed.
+ *
+ * They are addresses, and own nothing. That is enough: while the replica holds an object no other
+ * can have its address, so if base and replica both hold the address written here they hold one
+ * object. Where the replica holds something else than the base, the types are compared too. */
+typedef struct fdp_attributes {
+  bool known; /* false: nothing written here counts */
+  Py_ssize_t count, base_count, capacity;
+  Py_ssize_t parameters, buffers; /* places of "_parameters" and "_buffers" */
+  int hook_count;
+  Py_ssize_t hooks[FDP_TREE_HOOK_NAMES]; /* places of the dictionaries of hooks, all empty */
+  fdp_attribute *list;
+} fdp_attributes;
+
+typedef struct fdp_replica {
+  PyObject_HEAD
+  fdp_tree *tree;
+  PyObject *modules;      /* tuple of the replica's modules, in the tree's order */
+  Py_ssize_t module_count;
+  Py_ssize_t own_count;   /* FDP_OWN_COUNT dictionaries of its own for each module */
+  PyObject **own;
+  fdp_attributes *attributes; /* per module */
+  Py_ssize_t *references; /* per module: its reference count at settle() */
+  bool is_empty;          /* since empty() nobody has held a module: its attributes are as noted */
+} fdp_replica;
+
+/* Borrowed: one of the own dictionaries of module `m`. */
+PyObject *fdp_replica_own(const fdp_replica *replica, Py_ssize_t m, int which);
+
+/* 1 if the replica still holds what it held when `attributes` was written. */
+int fdp_attributes_untouched(const fdp_attributes *attributes, PyObject *dict);
+/* 1 if the base still holds what it held then. Only of use when the replica is untouched. */
+int fdp_attributes_current(const fdp_attributes *attributes, PyObject *base_dict);
+/* Makes the attributes `dict` of replica module `m` as a new replica's. What is taken out of it
+ * goes into the list `trash`. */
+int fdp_attributes_sync(fdp_replica *replica, Py_ssize_t m, PyObject *base_dict, PyObject *dict,
+                        PyObject *trash);
+
+/* Writing dictionaries of a replica; -1 with an exception. A name of the base's dictionary and one
+ * of the replica's are the same if they are equal. */
+int fdp_replica_same_key(PyObject *a, PyObject *b);
+/* Moves all values to `trash`. */
+int fdp_replica_empty_dict(PyObject *dict, PyObject *trash);
+/* dict[key] = value; `old`, or NULL, is what stands there, and goes to `trash`. */
+int fdp_replica_set_item(PyObject *dict, PyObject *key, PyObject *old, PyObject *value,
+                         PyObject *trash);
+
+#endif
