@@ -1,0 +1,87 @@
+#include "nccl_job.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+void fdp_nccl_job_prepare(fdp_nccl_job *job, fdp_status (*run)(fdp_nccl_job *job)) {
+  pthread_condattr_t attributes;
+  *job = (fdp_nccl_job){.run = run};
+  pthread_mutex_init(&job->mutex, NULL);
+  pthread_condattr_init(&attributes);
+  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+  pthread_cond_init(&job->ended, &attributes);
+  pthread_condattr_destroy(&attributes);
+}
+
+void fdp_nccl_job_drop(fdp_nccl_job *job) {
+  pthread_cond_destroy(&job->ended);
+  pthread_mutex_destroy(&job->mutex);
+  free(job);
+}
+
+bool fdp_nccl_job_enter(fdp_nccl_job *job) {
+  pthread_mutex_lock(&job->mutex);
+  if (!job->is_abandoned) return true;
+  pthread_mutex_unlock(&job->mutex);
+  return false;
+}
+
+void fdp_nccl_job_leave(fdp_nccl_job *job) { pthread_mutex_unlock(&job->mutex); }
+
+static void *thread_main(void *argument) {
+  fdp_nccl_job *job = argument;
+  fdp_status status = job->run(job);
+  pthread_mutex_lock(&job->mutex);
+  job->status = status;
+  snprintf(job->message, sizeof job->message, "%s", fdp_last_message());
+  job->has_ended = true;
+  bool is_abandoned = job->is_abandoned;
+  pthread_cond_signal(&job->ended);
+  pthread_mutex_unlock(&job->mutex);
+  if (is_abandoned) fdp_nccl_job_drop(job);
+  return NULL;
+}
+
+/* With all signals blocked: a handler may not end up inside NCCL. */
+static fdp_status start(fdp_nccl_job *job, pthread_t *thread) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  int code = pthread_create(thread, NULL, thread_main, job);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (code == 0) return FDP_OK;
+  return fdp_fail(FDP_OUT_OF_MEMORY, "nccl: no thread could be started (error %d)", code);
+}
+
+bool fdp_nccl_job_run(fdp_nccl_job *job, int64_t timeout_ms, fdp_status *status) {
+  struct timespec until;
+  pthread_t thread;
+  *status = start(job, &thread);
+  if (*status != FDP_OK) return true;
+  clock_gettime(CLOCK_MONOTONIC, &until);
+  until.tv_sec += (time_t)(timeout_ms / 1000);
+  until.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
+  if (until.tv_nsec >= 1000000000) {
+    until.tv_nsec -= 1000000000;
+    until.tv_sec += 1;
+  }
+  pthread_mutex_lock(&job->mutex);
+  int code = 0;
+  while (!job->has_ended && code != ETIMEDOUT) {
+    code = pthread_cond_timedwait(&job->ended, &job->mutex, &until);
+  }
+  bool has_ended = job->has_ended;
+  job->is_abandoned = !has_ended;
+  pthread_mutex_unlock(&job->mutex);
+  if (!has_ended) {
+    pthread_detach(thread);
+    return false;
+  }
+  pthread_join(thread, NULL);
+  *status = job->status;
+  if (*status != FDP_OK) fdp_fail(*status, "%s", job->message);
+  return true;
+}
