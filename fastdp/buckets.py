@@ -91,7 +91,7 @@ class Bucket:
 
     def _named_home(self, k: int, tensor: torch.Tensor) -> torch.Tensor:
         if self.parameters[k]:
-            return _torch_compat.as_parameter(tensor.detach())
+            return _torch_compat.as_parameter(tensor)
         # A buffer of replica 0 is the base's own: in-place updates persist there, and only there.
         return tensor.detach() if tensor.requires_grad else tensor
 

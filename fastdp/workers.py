@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import traceback
 import weakref
 from typing import Any, Callable, List, Optional, Sequence
 
 from . import _C
+from .pace import Pace
 from .thread_state import ThreadState, prepare_worker, restored_grad_mode
 
 
@@ -64,39 +64,6 @@ class Job:
 
     def wait(self) -> None:
         self.done.take(-1.0)
-
-
-class Pace:
-    """Replicas that share one GPU take turns in launching their forwards.
-
-    Their kernels run one after another anyway, and Python code of two threads that launch at once
-    hands the GIL to and fro at every operator, which costs more than the operators. A turn is only
-    waited for as long as a few forwards usually take: replicas may wait for each other inside their
-    forwards, and then taking turns would be a deadlock. Once that was seen, all run at once.
-    """
-
-    # A replica starts anyway after this many usual durations, and at least this long.
-    PATIENCE = 4.0
-    LEAST_S = 0.02
-
-    def __init__(self) -> None:
-        self._usual_s: Optional[float] = None
-        self._gave_up = False
-
-    def takes_turns(self, devices: Sequence[Any]) -> bool:
-        shared = len(set(devices)) == 1 and getattr(devices[0], "type", "") == "cuda"
-        return shared and not self._gave_up and self._usual_s is not None
-
-    def await_turn(self, turn: Any) -> None:
-        try:
-            turn.take(max(self.PATIENCE * self._usual_s, self.LEAST_S))
-        except TimeoutError:
-            self._gave_up = True
-
-    def took(self, seconds: float) -> None:
-        """How long the first replica's forward took to launch."""
-        usual = self._usual_s
-        self._usual_s = seconds if usual is None else 0.8 * usual + 0.2 * seconds
 
 
 class _Text(str):
@@ -258,9 +225,8 @@ def _finished_jobs(
     try:
         for i, job in enumerate(jobs[1:]):
             team.start(i, job)
-        start = time.perf_counter()
-        jobs[0].execute_here()
-        teams.pace.took(time.perf_counter() - start)
+        with teams.pace.timed(devices[0]):
+            jobs[0].execute_here()
         for i, job in enumerate(jobs[1:]):
             if turns:
                 turns[i].put(True)
