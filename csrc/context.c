@@ -67,9 +67,15 @@ done:
   return status;
 }
 
-static void entry_close(context_device *entry) {
+/* Safe to call again. */
+static void close_pools(context_device *entry) {
   fdp_pool_close(entry->pool);
   fdp_pool_close(entry->pinned);
+  entry->pool = entry->pinned = NULL;
+}
+
+static void entry_close(context_device *entry) {
+  close_pools(entry);
   fdp_order_close(entry->order);
   if (entry->device) entry->device->ops->close(entry->device);
 }
@@ -79,6 +85,8 @@ void fdp_context_close(fdp_context *context) {
   for (int32_t i = context->transport_count - 1; i >= 0; --i) {
     context->transports[i]->ops->close(context->transports[i]);
   }
+  /* A pool's buffers have events of other devices. */
+  for (int32_t i = 0; i < context->device_count; ++i) close_pools(&context->devices[i]);
   for (int32_t i = context->device_count - 1; i >= 0; --i) entry_close(&context->devices[i]);
   pthread_mutex_destroy(&context->mutex);
   free(context);
@@ -208,26 +216,23 @@ static bool is_choice_free(const fdp_context *context, const fdp_party *party) {
   return false;
 }
 
-static bool joins(const fdp_transport *transport, const fdp_party *party, char *reason,
-                  size_t reason_bytes) {
-  return transport->ops->joins(transport, &party->home, party->others, party->other_count, reason,
-                               reason_bytes);
+static fdp_status joins(const fdp_transport *transport, const fdp_party *party) {
+  return transport->ops->joins(transport, &party->home, party->others, party->other_count);
 }
 
 static fdp_status choose_forced(fdp_context *context, fdp_party *party, char *text,
                                 size_t text_bytes) {
   const char *name = context->forced_transport;
-  char reason[256] = "";
+  char reason[FDP_MESSAGE_BYTES / 2];
   for (int32_t i = 0; i < context->transport_count; ++i) {
     const fdp_transport *candidate = context->transports[i];
     if (strcmp(name, candidate->ops->name) != 0) continue;
-    if (!joins(candidate, party, reason, sizeof reason)) {
-      return fdp_fail(FDP_UNSUPPORTED, "FASTDP_TRANSPORT=%s does not join the devices: %s", name,
-                      reason);
-    }
-    snprintf(text, text_bytes, "%s, as FASTDP_TRANSPORT says", name);
+    fdp_status status = joins(candidate, party);
     party->transport = candidate;
-    return FDP_OK;
+    snprintf(text, text_bytes, "%s, as FASTDP_TRANSPORT says", name);
+    if (status != FDP_UNSUPPORTED) return status;
+    snprintf(reason, sizeof reason, "%s", fdp_last_message());
+    return fdp_fail(status, "FASTDP_TRANSPORT=%s does not join the devices: %s", name, reason);
   }
   return fdp_fail(FDP_UNSUPPORTED, "FASTDP_TRANSPORT=%s: this build has no such transport", name);
 }
@@ -239,15 +244,15 @@ static fdp_status choose(fdp_context *context, fdp_party *party, char *text, siz
   size_t used = 0;
   for (int32_t i = 0;; ++i) {
     assert(i < context->transport_count); /* the last joins anything */
-    const fdp_transport *candidate = context->transports[i];
-    char reason[256] = "";
-    if (joins(candidate, party, reason, sizeof reason)) {
-      snprintf(text, text_bytes, "%s%s%s", candidate->ops->name, used ? ", since " : "", reasons);
-      party->transport = candidate;
-      return FDP_OK;
+    party->transport = context->transports[i];
+    const char *name = party->transport->ops->name;
+    fdp_status status = joins(party->transport, party);
+    if (status != FDP_UNSUPPORTED) {
+      snprintf(text, text_bytes, "%s%s%s", name, used ? ", since " : "", reasons);
+      return status;
     }
     int written = snprintf(reasons + used, sizeof reasons - used, "%s%s: %s", used ? "; " : "",
-                           candidate->ops->name, reason);
+                           name, fdp_last_message());
     if (written > 0) used += (size_t)written;
     if (used >= sizeof reasons) used = sizeof reasons - 1;
   }

@@ -33,8 +33,8 @@ fdp_pool *fdp_context_pool(fdp_context *context, fdp_device *device);
  * bring simulated devices. The context closes it, also when this fails. */
 fdp_status fdp_context_adopt(fdp_context *context, fdp_device *device);
 /* Everyone, and the first transport, in order of preference, that joins `home` with all `others`;
- * or the one that FASTDP_TRANSPORT asks for, if all are GPUs: FDP_UNSUPPORTED, with what is missing,
- * when that one does not. A pair of GPUs that was never joined before is looked at first
+ * or the one that FASTDP_TRANSPORT asks for, if all are GPUs. FDP_UNSUPPORTED, with what is
+ * missing, when it does not. A pair of GPUs that was never joined before is looked at first
  * (peer_check.h), which takes a moment. `streams` may be NULL, or hold NULL: the device's default
  * stream. other_count is 1 to FDP_MAX_REPLICAS (checked by the verb). */
 fdp_status fdp_context_party(fdp_context *context, fdp_device_id home, fdp_stream *home_stream,

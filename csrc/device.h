@@ -35,10 +35,13 @@ typedef struct fdp_device_ops {
    * and write, and copies without holding the calling thread up. */
   fdp_status (*pinned_take)(fdp_device *device, size_t size_bytes, void **address);
   void (*pinned_drop)(fdp_device *device, void *address);
-  /* From now on work of `device` can read and write memory that memory_take gave on `peer`, a device
-   * of the same backend. FDP_UNSUPPORTED, with the reason, where that cannot be. Enqueues nothing;
-   * again is free. */
+  /* From now on work of `device` can read and write memory that memory_take gave on `peer`, a
+   * device of the same backend. FDP_UNSUPPORTED, with the reason, where that cannot be. Enqueues
+   * nothing; again is free. */
   fdp_status (*peer_reach)(fdp_device *device, fdp_device *peer);
+  /* The calling thread, one of fastdp's own, works for this device from now on: for libraries that
+   * ask the runtime which device is current. */
+  fdp_status (*make_current)(fdp_device *device);
 
   fdp_status (*stream_open)(fdp_device *device, fdp_stream **stream);
   /* Waits for what was enqueued, at most `timeout_ms`, then closes. */

@@ -84,6 +84,12 @@ static fdp_status peer_reach(fdp_device *device, fdp_device *peer) {
   return fdp_device_cuda_enable_peer(device, peer->id.ordinal);
 }
 
+/* Never left: the thread is our own. */
+static fdp_status make_current(fdp_device *device) {
+  fdp_cuda_guard guard;
+  return fdp_cuda_guard_enter(&guard, device);
+}
+
 /* ---- host waits ---- */
 
 static int64_t now_ns(void) {
@@ -259,6 +265,7 @@ static const fdp_device_ops cuda_ops = {
     .pinned_take = pinned_take,
     .pinned_drop = pinned_drop,
     .peer_reach = peer_reach,
+    .make_current = make_current,
     .stream_open = stream_open,
     .stream_close = stream_close,
     .event_open = event_open,

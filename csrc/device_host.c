@@ -45,6 +45,11 @@ static fdp_status peer_reach(fdp_device *device, fdp_device *peer) {
   return FDP_OK;
 }
 
+static fdp_status make_current(fdp_device *device) {
+  (void)device;
+  return FDP_OK;
+}
+
 static fdp_status stream_open(fdp_device *device, fdp_stream **stream) {
   return host_stream_open(options_of(device), stream);
 }
@@ -201,6 +206,7 @@ static const fdp_device_ops host_ops = {
     .pinned_take = memory_take,
     .pinned_drop = memory_drop,
     .peer_reach = peer_reach,
+    .make_current = make_current,
     .stream_open = stream_open,
     .stream_close = stream_close,
     .event_open = event_open,

@@ -1,7 +1,7 @@
 /* Lanes: a transport's own streams, one for each device that needs one, opened at first use. For
- * work that belongs to no caller's stream, since a caller's may not be held up by others. A lane only
- * ever waits for what was enqueued before, so sharing it between calls can delay but never lock. Any
- * thread; one mutex. */
+ * work that belongs to no caller's stream, since a caller's may not be held up by others. A lane
+ * only ever waits for what was enqueued before, so sharing it between calls can delay but never
+ * lock. Any thread; one mutex. */
 #ifndef FDP_LANE_H
 #define FDP_LANE_H
 

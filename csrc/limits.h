@@ -39,8 +39,8 @@
 #define FDP_POOL_DEPTH 3
 #endif
 
-/* From this size up a bucket between three or more GPUs is cut into shards (transport_peer.c): below
- * it one more hop costs more than the home's link does. */
+/* From this size up a bucket between three or more GPUs is cut into shards (transport_peer.c):
+ * below it one more hop costs more than the home's link does. */
 #ifndef FDP_PEER_SHARDED_BYTES
 #define FDP_PEER_SHARDED_BYTES (INT64_C(512) << 10)
 #endif
@@ -50,9 +50,19 @@
 #define FDP_RELAY_CHUNK_BYTES (INT64_C(2) << 20)
 #endif
 
+/* The largest of the copies by which two peers are checked. */
+#ifndef FDP_PEER_CHECK_BYTES
+#define FDP_PEER_CHECK_BYTES (INT64_C(1) << 20)
+#endif
+
 /* How long the pattern check of two peers may take before they count as stalled. */
 #ifndef FDP_PEER_CHECK_TIMEOUT_MS
 #define FDP_PEER_CHECK_TIMEOUT_MS 20000
+#endif
+
+/* How long NCCL may take to make communicators, to connect them or to end them. */
+#ifndef FDP_NCCL_TIMEOUT_MS
+#define FDP_NCCL_TIMEOUT_MS 120000
 #endif
 
 /* Strided copies that a plan holds without memory of its own. */

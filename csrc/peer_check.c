@@ -10,9 +10,10 @@
 #include "log.h"
 
 #define MAX_ORDINALS 64
-#define LARGEST_BYTES (1 << 20)
+#define LARGEST_BYTES FDP_PEER_CHECK_BYTES
 
-static const int64_t sizes_bytes[] = {4, 4096, 65540, LARGEST_BYTES};
+static const int64_t sizes_bytes[] = {4, LARGEST_BYTES / 256, LARGEST_BYTES / 16 + 4,
+                                      LARGEST_BYTES};
 
 typedef struct peer_pair {
   bool is_good;
@@ -91,11 +92,15 @@ done:
   return status;
 }
 
+/* Nothing runs on the side's stream any more. */
+static void side_stop(check_side *side) {
+  if (side->stream) side->device->ops->stream_close(side->device, side->stream);
+}
+
+/* When both have stopped: each works on the other's memory. */
 static void side_close(check_side *side) {
-  fdp_device *device = side->device;
-  if (side->memory) device->ops->memory_drop(device, side->memory);
-  if (side->event) device->ops->event_close(device, side->event);
-  if (side->stream) device->ops->stream_close(device, side->stream);
+  if (side->memory) side->device->ops->memory_drop(side->device, side->memory);
+  if (side->event) side->device->ops->event_close(side->device, side->event);
 }
 
 static fdp_status after(check_side *first, check_side *then) {
@@ -182,7 +187,7 @@ done:
 }
 
 /* After a stall nothing is closed: to free what the hardware still works on would wait for it, for
- * ever. FDP_DEVICE_ERROR and FDP_TIMED_OUT are findings, other failures are not. */
+ * ever. */
 static fdp_status run_check(const fdp_peer_book *book, fdp_device *a, fdp_device *b) {
   peer_check check = {0};
   void *pinned = NULL;
@@ -200,57 +205,59 @@ done:
   if (status == FDP_TIMED_OUT) return status;
   char message[FDP_MESSAGE_BYTES];
   snprintf(message, sizeof message, "%s", fdp_last_message());
+  for (int32_t i = 0; i < 2; ++i) side_stop(&check.sides[i]);
+  for (int32_t i = 0; i < 2; ++i) side_close(&check.sides[i]);
   if (pinned) a->ops->pinned_drop(a, pinned);
-  for (int32_t i = 0; i < 2 && check.sides[i].device; ++i) side_close(&check.sides[i]);
   return status == FDP_OK ? FDP_OK : fdp_fail(status, "%s", message);
 }
 
 /* --- the book --- */
 
-/* False if nothing was found out. */
-static bool look_at_locked(const fdp_peer_book *book, fdp_device *a, fdp_device *b,
-                           peer_pair *pair) {
-  fdp_status status = a->ops->peer_reach(a, b);
-  if (status == FDP_OK) status = b->ops->peer_reach(b, a);
-  if (status != FDP_OK) {
-    snprintf(pair->reason, sizeof pair->reason, "%.190s", fdp_last_message());
-    return true;
-  }
-  status = run_check(book, a, b);
-  pair->is_good = status == FDP_OK;
-  if (pair->is_good) return true;
+static void write_reason(peer_pair *pair, fdp_device *a, fdp_device *b) {
   char a_text[32], b_text[32];
   snprintf(pair->reason, sizeof pair->reason, "%s and %s failed the check of peer copies: %.120s",
            fdp_device_text(a->id, a_text, sizeof a_text),
            fdp_device_text(b->id, b_text, sizeof b_text), fdp_last_message());
-  if (status != FDP_DEVICE_ERROR && status != FDP_TIMED_OUT) return false;
   fdp_log(FDP_LOG_WARNING, "%s", pair->reason);
-  return true;
 }
 
-bool fdp_peer_book_allows(fdp_peer_book *book, fdp_device *a, fdp_device *b, char *reason,
-                          size_t reason_bytes) {
-  if (a->id.ordinal > b->id.ordinal) return fdp_peer_book_allows(book, b, a, reason, reason_bytes);
-  if (a->id.ordinal < 0 || b->id.ordinal >= MAX_ORDINALS) {
-    snprintf(reason, reason_bytes, "only GPUs 0 to %d are looked at", MAX_ORDINALS - 1);
-    return false;
+/* FDP_OK: something was found out, for good or ill. */
+static fdp_status look_at_locked(const fdp_peer_book *book, fdp_device *a, fdp_device *b,
+                                 peer_pair *pair) {
+  fdp_status status = a->ops->peer_reach(a, b);
+  if (status == FDP_OK) status = b->ops->peer_reach(b, a);
+  if (status == FDP_UNSUPPORTED) {
+    snprintf(pair->reason, sizeof pair->reason, "%.190s", fdp_last_message());
+    return FDP_OK;
   }
-  bool is_good = false;
+  if (status != FDP_OK) return status;
+  status = run_check(book, a, b);
+  pair->is_good = status == FDP_OK;
+  if (status != FDP_DEVICE_ERROR && status != FDP_TIMED_OUT) return status;
+  write_reason(pair, a, b);
+  return FDP_OK;
+}
+
+fdp_status fdp_peer_book_allows(fdp_peer_book *book, fdp_device *a, fdp_device *b) {
+  if (a->id.ordinal > b->id.ordinal) return fdp_peer_book_allows(book, b, a);
+  if (a->id.ordinal < 0 || b->id.ordinal >= MAX_ORDINALS) {
+    return fdp_fail(FDP_UNSUPPORTED, "only GPUs 0 to %d can be peers", MAX_ORDINALS - 1);
+  }
+  peer_pair *opened = NULL;
+  fdp_status status = FDP_OK;
   pthread_mutex_lock(&book->mutex);
   peer_pair **known = &book->pairs[a->id.ordinal][b->id.ordinal];
-  peer_pair *pair = *known ? *known : calloc(1, sizeof *pair);
-  if (pair) {
-    bool is_settled = *known || look_at_locked(book, a, b, pair);
-    is_good = pair->is_good;
-    snprintf(reason, reason_bytes, "%s", pair->reason);
-    if (is_settled) {
-      *known = pair;
-    } else {
-      free(pair);
-    }
-  } else {
-    snprintf(reason, reason_bytes, "no host memory");
+  if (!*known) {
+    opened = calloc(1, sizeof *opened);
+    status = opened ? look_at_locked(book, a, b, opened)
+                    : fdp_fail(FDP_OUT_OF_MEMORY, "peer: no host memory");
+    if (status != FDP_OK) goto done;
+    *known = opened;
+    opened = NULL;
   }
+  if (!(*known)->is_good) status = fdp_fail(FDP_UNSUPPORTED, "%s", (*known)->reason);
+done:
   pthread_mutex_unlock(&book->mutex);
-  return is_good;
+  free(opened);
+  return status;
 }

@@ -13,10 +13,10 @@ typedef struct fdp_peer_book fdp_peer_book;
 fdp_status fdp_peer_book_open(int64_t timeout_ms, fdp_peer_book **book);
 void fdp_peer_book_close(fdp_peer_book *book);
 
-/* True if the pair may be used. Else writes why not; for a pair that reaches but failed the check a
- * warning goes to the log, once. The first time it enqueues on streams of its own and waits on the
- * host; nothing of the caller's is touched. */
-bool fdp_peer_book_allows(fdp_peer_book *book, fdp_device *a, fdp_device *b, char *reason,
-                          size_t reason_bytes);
+/* FDP_OK if the pair may be used; FDP_UNSUPPORTED, with the reason, if not. For a pair that reaches
+ * but failed the check a warning goes to the log, once. The first time it enqueues on streams of
+ * its own and waits on the host; nothing of the caller's is touched. Any other status is a failure
+ * to find out. */
+fdp_status fdp_peer_book_allows(fdp_peer_book *book, fdp_device *a, fdp_device *b);
 
 #endif

@@ -1,6 +1,6 @@
-/* Strided copies cut in two at a flat buffer between them: one half gathers the sources into it, the
- * other spreads it to the targets. For memories that cannot reach each other. Each copy's part of the
- * buffer starts at a multiple of FDP_ALIGNMENT_BYTES and holds its items in the order of its shape.
+/* Strided copies cut in two at a flat buffer between them: one half gathers the sources into it,
+ * the other spreads it to the targets. For memories that cannot reach each other. Each copy's part
+ * of the buffer starts at a multiple of FDP_ALIGNMENT_BYTES and holds its items in shape order.
  * Pure: any thread, no streams, no device. */
 #ifndef FDP_RELAY_H
 #define FDP_RELAY_H

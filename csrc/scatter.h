@@ -12,8 +12,8 @@
  * Reads source on source_stream, after all that is enqueued there. Writes targets[i] on
  * target_streams[i]. Records: source_stream waits for the last read, so that whoever frees or
  * rewrites the source on it is safe. Not so for a source in host memory on the stream NULL and a
- * target on a GPU: nobody waits, and the caller keeps the source, unchanged, until target_streams[i]
- * has passed (pinned memory is still being read then; pageable memory is not). */
+ * target on a GPU: nobody waits, and the caller keeps the source, unchanged, until
+ * target_streams[i] has passed. */
 fdp_status fdp_scatter(fdp_context *context, const fdp_view *source, fdp_stream *source_stream,
                        const fdp_view *targets, fdp_stream *const *target_streams,
                        int32_t target_count, int32_t dim);

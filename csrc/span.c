@@ -40,7 +40,7 @@ fdp_status fdp_span_sums_open(fdp_span_sums *copy, const fdp_sum *sums, int32_t 
   size_t count = (size_t)sum_count;
   size_t row_bytes = (size_t)rank_count * sizeof(void *);
   fdp_sum *opened = malloc(count * (sizeof *opened + row_bytes) + 1);
-  if (!opened) return fdp_fail(FDP_OUT_OF_MEMORY, "transport: no host memory for %d sums", sum_count);
+  if (!opened) return fdp_fail(FDP_OUT_OF_MEMORY, "span: no host memory for %d sums", sum_count);
   const void **sources = (const void **)(opened + count);
   for (size_t k = 0; k < count; ++k) {
     assert(sums[k].source_count == rank_count);

@@ -36,13 +36,13 @@ fdp_status fdp_span_sums_open(fdp_span_sums *copy, const fdp_sum *sums, int32_t 
 /* Safe on one that is all zeros. */
 void fdp_span_sums_close(fdp_span_sums *sums);
 
-/* What rank `rank` contributes, as segments of a flat buffer of the span's layout; there is room for
- * one per sum. Returns their number. */
+/* What rank `rank` contributes, as segments of a flat buffer of the span's layout; there is room
+ * for one per sum. Returns their number. */
 int32_t fdp_span_segments(const fdp_span_sums *sums, int32_t rank, fdp_segment *segments);
 /* The rank's contributions now lie in `flat`. */
 void fdp_span_move(fdp_span_sums *sums, int32_t rank, const void *flat);
-/* Only what lies in [begin, end) of the span, both from fdp_span_shard_begin. `shard` was opened with
- * the same sums, and is written over. */
+/* Only what lies in [begin, end) of the span, both from fdp_span_shard_begin. `shard` was opened
+ * with the same sums, and is written over. */
 void fdp_span_cut(const fdp_span_sums *sums, int64_t begin, int64_t end, fdp_span_sums *shard);
 
 #endif

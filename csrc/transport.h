@@ -10,9 +10,9 @@
  * streams then may not wait for it. Endpoints may repeat devices and streams. Argument arrays are
  * read before the call returns. Any thread; a transport guards what it keeps.
  *
- * Memory of the host on the stream NULL is different, as nothing can wait there but the caller. What
- * goes to it has arrived when the call returns. What is read from it may still be read afterwards:
- * whoever called keeps it, unchanged, until the targets' streams have passed. */
+ * Memory of the host on the stream NULL is different, as nothing can wait there but the caller.
+ * What goes to it has arrived when the call returns. What is read from it may still be read
+ * afterwards: whoever called keeps it, unchanged, until the targets' streams have passed. */
 #ifndef FDP_TRANSPORT_H
 #define FDP_TRANSPORT_H
 
@@ -41,12 +41,11 @@ typedef struct fdp_transfer {
 typedef struct fdp_transport_ops {
   const char *name; /* as in FASTDP_TRANSPORT */
   void (*close)(fdp_transport *transport);
-  /* True if it can carry between `home` and each of `others`, whose streams are not looked at. Else
-   * writes what is missing into `reason`. Asked for each call of a verb: what takes time to find out
-   * is kept. */
-  bool (*joins)(const fdp_transport *transport, const fdp_endpoint *home,
-                const fdp_endpoint *others, int32_t other_count, char *reason,
-                size_t reason_bytes);
+  /* FDP_OK if it can carry between `home` and each of `others`, whose streams are not looked at;
+   * FDP_UNSUPPORTED, with what is missing for a message, if not. Asked for each call of a verb:
+   * what takes time to find out is kept. */
+  fdp_status (*joins)(const fdp_transport *transport, const fdp_endpoint *home,
+                      const fdp_endpoint *others, int32_t other_count);
 
   /* The targets of all transfers are disjoint from each other and from all sources. */
   fdp_status (*copy)(const fdp_transport *transport, const fdp_transfer *transfers,

@@ -11,16 +11,13 @@ static bool is_host(const fdp_endpoint *endpoint) {
 
 static void host_close(fdp_transport *transport) { free(transport); }
 
-static bool host_joins(const fdp_transport *transport, const fdp_endpoint *home,
-                       const fdp_endpoint *others, int32_t other_count, char *reason,
-                       size_t reason_bytes) {
+static fdp_status host_joins(const fdp_transport *transport, const fdp_endpoint *home,
+                             const fdp_endpoint *others, int32_t other_count) {
   (void)transport;
   (void)home;
   (void)others;
   (void)other_count;
-  (void)reason;
-  (void)reason_bytes;
-  return true;
+  return FDP_OK;
 }
 
 /* --- pinned memory between two endpoints, one of them a GPU --- */

@@ -1,13 +1,11 @@
 #include "transport_local.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 
 static void local_close(fdp_transport *transport) { free(transport); }
 
-static bool local_joins(const fdp_transport *transport, const fdp_endpoint *home,
-                        const fdp_endpoint *others, int32_t other_count, char *reason,
-                        size_t reason_bytes) {
+static fdp_status local_joins(const fdp_transport *transport, const fdp_endpoint *home,
+                              const fdp_endpoint *others, int32_t other_count) {
   (void)transport;
   fdp_device_id home_id = home->device->id;
   for (int32_t i = 0; i < other_count; ++i) {
@@ -15,12 +13,11 @@ static bool local_joins(const fdp_transport *transport, const fdp_endpoint *home
     bool is_host = home_id.kind == FDP_DEVICE_HOST && id.kind == FDP_DEVICE_HOST;
     if (is_host || home->device == others[i].device) continue;
     char home_text[32], other_text[32];
-    snprintf(reason, reason_bytes, "%s and %s are different memories",
-             fdp_device_text(home_id, home_text, sizeof home_text),
-             fdp_device_text(id, other_text, sizeof other_text));
-    return false;
+    return fdp_fail(FDP_UNSUPPORTED, "%s and %s are different memories",
+                    fdp_device_text(home_id, home_text, sizeof home_text),
+                    fdp_device_text(id, other_text, sizeof other_text));
   }
-  return true;
+  return FDP_OK;
 }
 
 /* Note "three passes". All waits of targets for sources are enqueued before any work, and all waits

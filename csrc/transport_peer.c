@@ -1,6 +1,5 @@
 #include "transport_peer.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "lane.h"
@@ -37,8 +36,8 @@ static peer_leads find_leads(const fdp_endpoint *home, const fdp_endpoint *endpo
 
 /* Note "shards". To pull n - 1 whole buckets into home, or out of it, would make home's link the
  * bottleneck. With three or more devices a large bucket is cut into a shard for each device but
- * home, which takes part in all of that shard's traffic: so every link carries the bucket about once
- * each way. */
+ * home, which takes part in all of that shard's traffic: so every link carries the bucket about
+ * once each way. */
 static bool is_sharded(const peer_leads *leads, int64_t size_bytes) {
   return leads->count > 1 && size_bytes >= FDP_PEER_SHARDED_BYTES;
 }
@@ -50,25 +49,25 @@ static void peer_close(fdp_transport *transport) {
   free(opened);
 }
 
-static bool peer_joins(const fdp_transport *transport, const fdp_endpoint *home,
-                       const fdp_endpoint *others, int32_t other_count, char *reason,
-                       size_t reason_bytes) {
+static fdp_status peer_joins(const fdp_transport *transport, const fdp_endpoint *home,
+                             const fdp_endpoint *others, int32_t other_count) {
   const peer_transport *opened = (const peer_transport *)transport;
   peer_leads leads = find_leads(home, others, other_count);
+  fdp_status status = FDP_OK;
   for (int32_t i = -1; i < leads.count; ++i) {
     fdp_device *device = i < 0 ? home->device : others[leads.indices[i]].device;
     if (device->id.kind != FDP_DEVICE_CUDA || device->ops != home->device->ops) {
       char text[32];
-      snprintf(reason, reason_bytes, "%s is no GPU",
-               fdp_device_text(device->id, text, sizeof text));
-      return false;
+      return fdp_fail(FDP_UNSUPPORTED, "%s is no GPU",
+                      fdp_device_text(device->id, text, sizeof text));
     }
     for (int32_t k = i + 1; k < leads.count; ++k) {
       fdp_device *other = others[leads.indices[k]].device;
-      if (!fdp_peer_book_allows(opened->book, device, other, reason, reason_bytes)) return false;
+      FDP_TRY(fdp_peer_book_allows(opened->book, device, other));
     }
   }
-  return true;
+done:
+  return status;
 }
 
 /* Three passes, as in transport_local.c: each target's stream reads its source's memory. */

@@ -108,16 +108,19 @@ bool rig_guards_hold(const rig_array *array) {
 }
 
 /* Scratch that is not in use is filled with NaNs, so that a read after its time shows. */
-void rig_open(rig *ranks, bool with_threads) {
-  *ranks = (rig){0};
+void rig_open(rig *ranks, rig_means means) {
+  *ranks = (rig){.means = means};
+  if (means >= RIG_PEER) setenv("FASTDP_TRANSPORT", means == RIG_PEER ? "peer" : "host", 1);
   CHECK_OK(fdp_context_open(&ranks->context));
+  unsetenv("FASTDP_TRANSPORT");
   for (int32_t r = 0; r < RIG_RANKS; ++r) {
     ranks->ids[r] = host;
-    if (!with_threads) {
+    if (means == RIG_AT_ONCE) {
       CHECK_OK(fdp_context_device(ranks->context, host, &ranks->devices[r]));
       continue;
     }
     fdp_device_host_options options = {.ordinal = r + 1, .timeout_ms = 20000};
+    if (means >= RIG_PEER) options.kind = FDP_DEVICE_CUDA;
     CHECK_OK(fdp_device_host_open(&options, &ranks->devices[r]));
     CHECK_OK(fdp_context_adopt(ranks->context, ranks->devices[r]));
     CHECK_OK(ranks->devices[r]->ops->stream_open(ranks->devices[r], &ranks->streams[r]));

@@ -1,5 +1,5 @@
 /* What the tests of the verbs stand on: arrays of any layout with guard bytes, and a rig of ranks,
- * each a host device with a stream that is a thread. */
+ * which exchange by each of the transports. */
 #ifndef FDP_TEST_RIG_H
 #define FDP_TEST_RIG_H
 
@@ -44,15 +44,23 @@ bool rig_guards_hold(const rig_array *array);
 
 #define RIG_RANKS 8
 
+typedef enum rig_means {
+  RIG_AT_ONCE, /* all ranks are the one host, on its NULL stream */
+  RIG_THREADS, /* each is a host device of its own, with a stream that is a thread */
+  RIG_PEER,    /* the same, but they pass for GPUs, joined by this transport */
+  RIG_HOST,
+  RIG_MEANS_COUNT
+} rig_means;
+
 typedef struct rig {
+  rig_means means;
   fdp_context *context;
   fdp_device_id ids[RIG_RANKS];
   fdp_device *devices[RIG_RANKS];
-  fdp_stream *streams[RIG_RANKS]; /* all NULL in a rig without threads */
+  fdp_stream *streams[RIG_RANKS]; /* all NULL if RIG_AT_ONCE */
 } rig;
 
-/* Without threads all ranks are the one host; with them each is a host device of its own. */
-void rig_open(rig *ranks, bool with_threads);
+void rig_open(rig *ranks, rig_means means);
 void rig_close(rig *ranks);
 /* Waits until all that is enqueued on every stream has run. */
 void rig_finish(const rig *ranks);

@@ -22,10 +22,10 @@ typedef struct work {
 } work;
 
 /* `layout` of the tensors: the slots are rows. */
-static void work_open(work *made, bool with_threads, rig_layout layout) {
+static void work_open(work *made, rig_means means, rig_layout layout) {
   int64_t shape[] = {4, 3};
   fdp_view prototypes[SLOTS];
-  rig_open(&made->ranks, with_threads);
+  rig_open(&made->ranks, means);
   made->whole = rig_array_open(float32, 2, shape, RIG_GAPS, made->ranks.ids[0]);
   for (int32_t r = 0; r < RANKS; ++r) {
     for (int32_t k = 0; k < SLOTS; ++k) {
@@ -88,7 +88,7 @@ static fdp_status call(work *made, int verb) {
 static void test_steady_state(void) {
   for (int layout = 0; layout < 2; ++layout) {
     work made;
-    work_open(&made, false, layout == 0 ? RIG_ROWS : RIG_NEGATIVE);
+    work_open(&made, RIG_AT_ONCE, layout == 0 ? RIG_ROWS : RIG_NEGATIVE);
     fdp_pool *pool = fdp_context_pool(made.ranks.context, made.ranks.devices[0]);
     for (int verb = 0; verb < VERB_COUNT; ++verb) {
       check_case("verb %d, layout %d", verb, layout);
@@ -108,12 +108,12 @@ static void test_steady_state(void) {
 }
 
 /* The n-th allocation fails, for every n until the verb no longer gets that far. */
-static void test_shortage(bool with_threads) {
+static void test_shortage(rig_means means) {
   for (int verb = 0; verb < VERB_COUNT; ++verb) {
     for (int64_t nth = 1;; ++nth) {
       check_case("verb %d, allocation %d", verb, (int)nth);
       work made; /* a new context, so that its first use is tried too */
-      work_open(&made, with_threads, RIG_NEGATIVE);
+      work_open(&made, means, RIG_NEGATIVE);
       check_fail_allocation(nth);
       fdp_status status = call(&made, verb);
       bool reached = check_allocation_failed();
@@ -136,7 +136,7 @@ static void test_shortage(bool with_threads) {
 static void test_device_shortage(void) {
   for (int verb = 0; verb <= REDUCE; ++verb) {
     work made;
-    work_open(&made, false, RIG_NEGATIVE);
+    work_open(&made, RIG_AT_ONCE, RIG_NEGATIVE);
     check_case("verb %d", verb);
     fdp_fault_arm(FDP_FAULT_MEMORY_TAKE, 1);
     CHECK_FAILS(call(&made, verb), FDP_FAULT_INJECTED, "memory_take: this call was told to fail");
@@ -151,7 +151,6 @@ static void test_device_shortage(void) {
 
 void test_memory(void) {
   test_steady_state();
-  test_shortage(false);
-  test_shortage(true);
+  for (int32_t means = 0; means < RIG_MEANS_COUNT; ++means) test_shortage((rig_means)means);
   test_device_shortage();
 }

@@ -248,7 +248,7 @@ static fdp_status set_values(void *argument) {
 /* The source is written late on its stream and spoiled right after the call, on the same stream. */
 static void test_delays(void) {
   rig ranks;
-  rig_open(&ranks, true);
+  rig_open(&ranks, RIG_THREADS);
   for (int32_t delayed = 0; delayed < RANKS; ++delayed) {
     int64_t shape[] = {5};
     rig_array source = rig_array_open(float32, 1, shape, RIG_ROWS, ranks.ids[0]);
@@ -293,7 +293,7 @@ static void test_targets_are_independent(void) {
   sem_t gate;
   fdp_event *event = NULL;
   bool passed = true;
-  rig_open(&ranks, true);
+  rig_open(&ranks, RIG_THREADS);
   sem_init(&gate, 0, 0);
   rig_array source = rig_array_open(float32, 1, (int64_t[]){4}, RIG_ROWS, ranks.ids[0]);
   rig_array targets[2];

@@ -64,12 +64,12 @@ static void one_reduce(const rig *ranks, int32_t rank_count, fdp_dtype dtype, in
   rig_array_close(&target);
 }
 
-static void test_products(bool with_threads) {
+static void test_products(rig_means means) {
   static const fdp_dtype dtypes[] = {{FDP_CODE_FLOAT, 32, 1}, {FDP_CODE_FLOAT, 64, 1},
                                      {FDP_CODE_INT, 32, 1},   {FDP_CODE_INT, 64, 1},
                                      {FDP_CODE_UINT, 8, 1},   {FDP_CODE_BOOL, 8, 1}};
   rig ranks;
-  rig_open(&ranks, with_threads);
+  rig_open(&ranks, means);
   fdp_verb_counters before = fdp_counters_read(FDP_VERB_REDUCE);
   int64_t calls = 0;
   for (size_t n = 0; n < sizeof rank_counts / sizeof rank_counts[0]; ++n) {
@@ -136,8 +136,7 @@ static void test_refuses(fdp_context *context) {
 }
 
 void test_reduce(void) {
-  test_products(false);
-  test_products(true);
+  for (int32_t means = 0; means < RIG_MEANS_COUNT; ++means) test_products((rig_means)means);
   fdp_context *context = NULL;
   CHECK_OK(fdp_context_open(&context));
   test_refuses(context);

@@ -136,9 +136,9 @@ static void one_broadcast(const rig *ranks, int32_t rank_count, fdp_dtype dtype,
   rig_array_close(&source);
 }
 
-static void test_products(bool with_threads) {
+static void test_products(rig_means means) {
   rig ranks;
-  rig_open(&ranks, with_threads);
+  rig_open(&ranks, means);
   for (size_t n = 0; n < sizeof rank_counts / sizeof rank_counts[0]; ++n) {
     int32_t count = rank_counts[n];
     const int64_t lengths[] = {0, 1, 13, count * 4 - 1, count * 4, count * 4 + 1};
@@ -280,8 +280,7 @@ static void test_broadcast_refuses(fdp_context *context) {
 }
 
 void test_verbs(void) {
-  test_products(false);
-  test_products(true);
+  for (int32_t means = 0; means < RIG_MEANS_COUNT; ++means) test_products((rig_means)means);
   fdp_context *context = NULL;
   CHECK_OK(fdp_context_open(&context));
   test_scatter_refuses(context);
