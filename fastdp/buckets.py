@@ -81,11 +81,9 @@ class Bucket:
         for flat in flats:
             slots = self._slots(flat)
             if home:
-                as_parameter = _torch_compat.as_parameter
-                slots = [
-                    as_parameter(slot) if is_parameter else slot
-                    for slot, is_parameter in zip(slots, self.parameters)
-                ]
+                for slot, is_parameter in zip(slots, self.parameters):
+                    if is_parameter:
+                        _torch_compat.become_parameter(slot)
             result.extend(slots)
         return result
 
@@ -99,7 +97,21 @@ class Bucket:
         """The sum over the ranks of each tensor's gradient, in rank order. `gradients` come rank by
         rank, None where there is none."""
         count = self.count
-        rows = [gradients[i : i + count] for i in range(0, len(gradients), count)]
+        rows = [tuple(gradients[i : i + count]) for i in range(0, len(gradients), count)]
+        if _are_ordinary(gradients):
+            result = self._slots_of_sums(tuple(rows))
+        else:
+            result = self._mixed_sums(rows)
+        if self.keeps_none:
+            result = [
+                None if all(row[k] is None for row in rows) else slot
+                for k, slot in enumerate(result)
+            ]
+        return tuple(result)
+
+    def _mixed_sums(self, rows: Sequence[Tuple[Optional[torch.Tensor], ...]]) -> List[Any]:
+        """Where the core cannot read all gradients as they are."""
+        count = self.count
         sparse = [k for k in range(count) if any(_is_sparse(row[k]) for row in rows)]
         summed = {k: _sum_in_order([row[k] for row in rows], self.device) for k in sparse}
         dense = tuple(
@@ -111,17 +123,21 @@ class Bucket:
         result = self._slots_of_sums(dense)
         for k, total in summed.items():
             result[k] = total
-        if self.keeps_none:
-            result = [
-                None if all(row[k] is None for row in rows) else slot
-                for k, slot in enumerate(result)
-            ]
-        return tuple(result)
+        return result
 
     def _slots_of_sums(self, rows: Tuple[Tuple[Optional[torch.Tensor], ...], ...]) -> List[Any]:
         flat = self._flat(self.device)
         self.core.reduce(rows, flat)
         return list(self._slots(flat))
+
+
+def _are_ordinary(gradients: Sequence[Optional[torch.Tensor]]) -> bool:
+    """Whether none is sparse, nor lazily conjugated or negated."""
+    return not any(
+        gradient is not None
+        and (gradient.layout is not torch.strided or gradient.is_neg() or gradient.is_conj())
+        for gradient in gradients
+    )
 
 
 def _is_sparse(gradient: Optional[torch.Tensor]) -> bool:

@@ -32,6 +32,7 @@ class _Runtime:
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device], options: Any) -> None:
         self.devices = tuple(devices)
+        self.device_ids: Sequence[Any] = ()  # as the wrapper wrote them
         self.options = options
         self.teams = Teams()
         self.replicator = Replicator(module, devices, *options)
@@ -44,6 +45,13 @@ class _Runtime:
             and self.devices[: len(devices)] == tuple(devices)
             and self.options == options
         )
+
+    def parsed(self, device_ids: Any) -> Tuple[torch.device, ...]:
+        """The devices of a list, which is looked at closely only if it is not the wrapper's own."""
+        count = len(device_ids) if isinstance(device_ids, list) else 0
+        if 0 < count and device_ids == self.device_ids[:count]:
+            return self.devices[:count]
+        return parse_devices(device_ids, "device_ids")
 
     def leases(self) -> List[Lease]:
         """This thread's open leases: a forward inside a forward has its own on top."""
@@ -186,8 +194,8 @@ class DataParallel(nn.DataParallel):
         """The replicas of this forward, one per device, filled with copies of the module's tensors
         as they are now. For the wrapped module on the wrapper's own devices they are kept and
         refreshed; for anything else they are new."""
-        devices = parse_devices(device_ids, "device_ids")
         runtime = self._runtime()
+        devices = runtime.parsed(device_ids)
         if runtime.serves(module, devices, self._options()):
             return runtime.replicas(len(devices))
         return replicate(module, device_ids, not torch.is_grad_enabled())
@@ -202,8 +210,9 @@ class DataParallel(nn.DataParallel):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> List[Any]:
         """Each replica's output, run on the wrapper's own threads."""
-        devices = parse_devices(self.device_ids[: len(replicas)], "device_ids")
-        return apply_modules(self._runtime().teams, replicas, inputs, kwargs, devices)
+        runtime = self._runtime()
+        devices = runtime.parsed(self.device_ids[: len(replicas)])
+        return apply_modules(runtime.teams, replicas, inputs, kwargs, devices)
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
         """The replicas' outputs joined on one device."""
@@ -215,9 +224,13 @@ class DataParallel(nn.DataParallel):
 
     def _runtime(self) -> _Runtime:
         runtime = self.__dict__.get("_fastdp_runtime")
-        devices = parse_devices(self.device_ids, "device_ids")
+        if runtime is None:
+            devices = parse_devices(self.device_ids, "device_ids")
+        else:
+            devices = runtime.parsed(self.device_ids)
         if runtime is None or not runtime.serves(self.module, devices, self._options()):
             runtime = _Runtime(self.module, devices, self._options())
+            runtime.device_ids = list(self.device_ids)
             self.__dict__["_fastdp_runtime"] = runtime
         return runtime
 
