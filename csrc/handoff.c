@@ -21,7 +21,7 @@ static long futex(_Atomic uint32_t *word, int operation, uint32_t value,
   return syscall(SYS_futex, word, operation, value, deadline, NULL, FUTEX_BITSET_MATCH_ANY);
 }
 
-static void wake(fdp_handoff *handoff) {
+void fdp_handoff_wake(fdp_handoff *handoff) {
   futex(&handoff->state, FUTEX_WAKE_PRIVATE, 1, NULL);
 }
 
@@ -30,7 +30,7 @@ void fdp_handoff_init(fdp_handoff *handoff) {
   handoff->item = NULL;
 }
 
-fdp_status fdp_handoff_put(fdp_handoff *handoff, void *item) {
+fdp_status fdp_handoff_put_nowake(fdp_handoff *handoff, void *item, bool *has_sleeper) {
   uint32_t state = atomic_load_explicit(&handoff->state, memory_order_acquire);
   if (state & CLOSED) return fdp_fail(FDP_ABORTED, "handoff: put, but it was closed");
   if (state & FULL) {
@@ -42,7 +42,14 @@ fdp_status fdp_handoff_put(fdp_handoff *handoff, void *item) {
     if (state & CLOSED) return fdp_fail(FDP_ABORTED, "handoff: put, but it was closed");
   } while (!atomic_compare_exchange_weak_explicit(&handoff->state, &state, FULL,
                                                   memory_order_acq_rel, memory_order_acquire));
-  if (state & SLEEPER) wake(handoff);
+  *has_sleeper = (state & SLEEPER) != 0;
+  return FDP_OK;
+}
+
+fdp_status fdp_handoff_put(fdp_handoff *handoff, void *item) {
+  bool has_sleeper = false;
+  FDP_TRY(fdp_handoff_put_nowake(handoff, item, &has_sleeper));
+  if (has_sleeper) fdp_handoff_wake(handoff);
   return FDP_OK;
 }
 
@@ -93,5 +100,5 @@ fdp_status fdp_handoff_take(fdp_handoff *handoff, int64_t timeout_ms, void **ite
 
 void fdp_handoff_close(fdp_handoff *handoff) {
   uint32_t state = atomic_fetch_or_explicit(&handoff->state, CLOSED, memory_order_acq_rel);
-  if (state & SLEEPER) wake(handoff);
+  if (state & SLEEPER) fdp_handoff_wake(handoff);
 }

@@ -5,6 +5,7 @@
 #ifndef FDP_HANDOFF_H
 #define FDP_HANDOFF_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "status.h"
@@ -17,6 +18,10 @@ typedef struct fdp_handoff {
 void fdp_handoff_init(fdp_handoff *handoff);
 /* FDP_INVALID_ARGUMENT when an item is still in it, FDP_ABORTED when it was closed. */
 fdp_status fdp_handoff_put(fdp_handoff *handoff, void *item);
+/* The same in two steps, for a caller that holds a lock which the taker will want: the first never
+ * enters the kernel, and says whether the second is needed to wake the taker. */
+fdp_status fdp_handoff_put_nowake(fdp_handoff *handoff, void *item, bool *has_sleeper);
+void fdp_handoff_wake(fdp_handoff *handoff);
 /* Sleeps until there is an item. timeout_ms < 0 waits for ever. FDP_TIMED_OUT when the time is up,
  * FDP_ABORTED when the slot is empty and closed. A wait that a signal interrupts returns
  * FDP_TIMED_OUT early: the caller looks at its signals and calls again. */

@@ -36,7 +36,7 @@ int fdp_replica_set_item(PyObject *dict, PyObject *key, PyObject *old, PyObject 
 static int is_hook_name(const fdp_tree_names *names, PyObject *key)
 {
   for (int i = 0; i < FDP_TREE_HOOK_NAMES; i++)
-    if (key == names->hooks[i]) return 1;
+    if (fdp_tree_is_name(key, names->hooks[i])) return 1;
   return 0;
 }
 
@@ -46,6 +46,7 @@ static PyObject *rebound_method(fdp_replica *replica, PyObject *method, PyObject
   Py_ssize_t index = fdp_tree_index_of(replica->tree, PyMethod_GET_SELF(method));
   if (index < 0) return PyErr_Occurred() ? NULL : Py_NewRef(method);
   PyObject *self = PyTuple_GET_ITEM(replica->modules, index);
+  replica->bound[index]++;
   PyObject *function = PyMethod_GET_FUNCTION(method);
   if (current != NULL && PyMethod_Check(current) && PyMethod_GET_SELF(current) == self &&
       PyMethod_GET_FUNCTION(current) == function)
@@ -59,11 +60,16 @@ static PyObject *wanted_value(fdp_replica *replica, Py_ssize_t m, PyObject *key,
                               PyObject *current)
 {
   const fdp_tree_names *names = &replica->tree->names;
-  if (key == names->parameters || key == names->former_parameters)
+  if (fdp_tree_is_name(key, names->parameters) ||
+      fdp_tree_is_name(key, names->former_parameters))
     return Py_NewRef(fdp_replica_own(replica, m, FDP_OWN_PARAMETERS));
-  if (key == names->buffers) return Py_NewRef(fdp_replica_own(replica, m, FDP_OWN_BUFFERS));
-  if (key == names->modules) return Py_NewRef(fdp_replica_own(replica, m, FDP_OWN_MODULES));
-  if (key == names->is_replica) return Py_NewRef(Py_True);
+  if (fdp_tree_is_name(key, names->buffers))
+    return Py_NewRef(fdp_replica_own(replica, m, FDP_OWN_BUFFERS));
+  if (fdp_tree_is_name(key, names->modules))
+    return Py_NewRef(fdp_replica_own(replica, m, FDP_OWN_MODULES));
+  if (fdp_tree_is_name(key, names->is_replica)) return Py_NewRef(Py_True);
+  /* module.compile() binds it to the base: a replica runs uncompiled. */
+  if (fdp_tree_is_name(key, names->compiled_call)) return Py_NewRef(Py_None);
   if (PyMethod_Check(value)) return rebound_method(replica, value, current);
   if (PyDict_Check(value) && is_hook_name(names, key)) {
     if (current != NULL && current != value && Py_TYPE(current) == Py_TYPE(value) &&
@@ -86,9 +92,16 @@ static PyObject *added_key(const fdp_replica *replica, PyObject *base_dict, int 
 static int write_attribute(fdp_replica *replica, Py_ssize_t m, PyObject *dict, PyObject *key,
                            PyObject *value, PyObject *current, PyObject *trash)
 {
+  /* Copying a hook dictionary of a subclass can run any code. */
+  Py_INCREF(key);
+  Py_INCREF(value);
+  Py_XINCREF(current);
   PyObject *wanted = wanted_value(replica, m, key, value, current);
   int result = wanted == NULL ? -1 : fdp_replica_set_item(dict, key, current, wanted, trash);
   Py_XDECREF(wanted);
+  Py_XDECREF(current);
+  Py_DECREF(value);
+  Py_DECREF(key);
   return result;
 }
 
@@ -118,18 +131,20 @@ static int sync_attributes(fdp_replica *replica, Py_ssize_t m, PyObject *base_di
     if (!PyDict_Next(dict, &own_position, &own_key, &current) ||
         !fdp_replica_same_key(key, own_key))
       return 0;
-    if (current == value && !PyMethod_Check(value) && !PyDict_Check(value)) continue;
+    if (current == value && !PyMethod_Check(value) && !PyDict_Check(value) &&
+        !fdp_tree_is_name(key, replica->tree->names.compiled_call))
+      continue;
     if (write_attribute(replica, m, dict, key, value, current, trash) < 0) return -1;
   }
   for (int which = 0; which < 2; which++) {
     key = added_key(replica, base_dict, which);
     if (key == NULL) continue;
-    if (!PyDict_Next(dict, &own_position, &own_key, &current) || own_key != key) return 0;
+    if (!PyDict_Next(dict, &own_position, &own_key, &current) || !fdp_replica_same_key(key, own_key))
+      return 0;
     if (write_attribute(replica, m, dict, key, Py_None, current, trash) < 0) return -1;
   }
   return !PyDict_Next(dict, &own_position, &own_key, &current);
 }
-
 
 static bool is_empty_dict_of_type(PyObject *object, PyTypeObject *type)
 {
@@ -143,8 +158,8 @@ static bool note_shared(const fdp_tree_names *names, fdp_attributes *attributes,
 {
   Py_ssize_t place = attributes->count;
   if (PyMethod_Check(base)) return false;
-  if (key == names->parameters) attributes->parameters = place;
-  if (key == names->buffers) attributes->buffers = place;
+  if (fdp_tree_is_name(key, names->parameters)) attributes->parameters = place;
+  if (fdp_tree_is_name(key, names->buffers)) attributes->buffers = place;
   if (base == own || !is_hook_name(names, key)) return true;
   if (attributes->hook_count == FDP_TREE_HOOK_NAMES ||
       !is_empty_dict_of_type(base, Py_TYPE(base)) || !is_empty_dict_of_type(own, Py_TYPE(base)))

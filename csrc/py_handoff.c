@@ -65,6 +65,7 @@ static void handoff_dealloc(PyObject *self) {
 static PyObject *handoff_put(PyObject *object, PyObject *item) {
   py_handoff *self = (py_handoff *)object;
   PyObject *former = self->inside;
+  bool has_sleeper = false;
   fdp_status status;
 
   if (atomic_flag_test_and_set(&self->putting)) {
@@ -74,8 +75,15 @@ static PyObject *handoff_put(PyObject *object, PyObject *item) {
   /* Before the item is seen: the taker may have it, and drop it, as soon as it is in. */
   Py_INCREF(item);
   self->inside = item;
-  status = fdp_handoff_put(&self->slot, item);
+  status = fdp_handoff_put_nowake(&self->slot, item, &has_sleeper);
   atomic_flag_clear(&self->putting);
+  /* Without the GIL, which the taker wants as soon as it is awake: to wake it only to let it sleep
+   * again would double the cost of the whole. */
+  if (has_sleeper) {
+    Py_BEGIN_ALLOW_THREADS
+    fdp_handoff_wake(&self->slot);
+    Py_END_ALLOW_THREADS
+  }
   if (status == FDP_OK) Py_RETURN_NONE;
   self->inside = former;
   Py_DECREF(item);

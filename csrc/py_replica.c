@@ -7,6 +7,8 @@
  * dropping a tensor can run any code, and no dictionary is being walked then. */
 #include "py_replica.h"
 
+#include <string.h>
+
 /* The replica's "_modules": the base's names, the replica's own modules. */
 static int sync_children(fdp_replica *replica, Py_ssize_t m, PyObject *trash)
 {
@@ -121,6 +123,7 @@ static int refresh_modules(fdp_replica *replica, PyObject *parameters, PyObject 
   fdp_tree *tree = replica->tree;
   Py_ssize_t parameter_cursor = 0, buffer_cursor = 0;
   bool was_empty = replica->is_empty;
+  memset(replica->bound, 0, (size_t)tree->module_count * sizeof(*replica->bound));
   replica->is_empty = false;
   for (Py_ssize_t m = 0; m < tree->module_count; m++) {
     const fdp_attributes *attributes = &replica->attributes[m];
@@ -153,9 +156,18 @@ static int check_copies(PyObject *copies, const fdp_tree_entries *collected, con
   return -1;
 }
 
-static int check_held(const fdp_tree *tree)
+/* The garbage collector may have taken it apart while something still held it. */
+static int check_whole(const fdp_replica *replica)
 {
-  if (tree->held) return 0;
+  if (replica->tree != NULL && replica->modules != NULL) return 0;
+  PyErr_SetString(PyExc_RuntimeError, "the replica was taken apart by the garbage collector");
+  return -1;
+}
+
+static int check_held(const fdp_replica *replica)
+{
+  if (check_whole(replica) < 0) return -1;
+  if (replica->tree->held) return 0;
   PyErr_SetString(PyExc_RuntimeError, "the replica's tree is not held");
   return -1;
 }
@@ -167,7 +179,7 @@ static PyObject *replica_refresh(PyObject *self, PyObject *const *arguments, Py_
     PyErr_SetString(PyExc_TypeError, "refresh takes (parameters, buffers)");
     return NULL;
   }
-  if (check_held(replica->tree) < 0) return NULL;
+  if (check_held(replica) < 0) return NULL;
   if (check_copies(arguments[0], &replica->tree->parameters, "parameters") < 0 ||
       check_copies(arguments[1], &replica->tree->buffers, "buffers") < 0)
     return NULL;
@@ -196,16 +208,34 @@ static int empty_module(fdp_replica *replica, Py_ssize_t m, PyObject *trash)
   return result;
 }
 
-static PyObject *replica_empty(PyObject *self, PyObject *Py_UNUSED(ignored))
+/* Leaves a module nothing but its own dictionaries: the next refresh writes the rest. */
+static int strip_module(fdp_replica *replica, Py_ssize_t m, PyObject *trash)
+{
+  const fdp_tree_names *names = &replica->tree->names;
+  PyObject *const keys[FDP_OWN_COUNT] = {names->parameters, names->buffers, names->modules};
+  PyObject *dict = fdp_tree_dict_of(PyTuple_GET_ITEM(replica->modules, m));
+  replica->attributes[m].known = false;
+  int result = dict == NULL ? -1 : fdp_replica_empty_dict(dict, trash);
+  for (int which = 0; result == 0 && which < FDP_OWN_COUNT; which++)
+    result = PyDict_SetItem(dict, keys[which], fdp_replica_own(replica, m, which));
+  Py_XDECREF(dict);
+  return result;
+}
+
+static PyObject *replica_empty(PyObject *self, PyObject *strip)
 {
   fdp_replica *replica = (fdp_replica *)self;
-  if (check_held(replica->tree) < 0) return NULL;
+  int strips = PyObject_IsTrue(strip);
+  if (strips < 0) return NULL;
+  if (check_held(replica) < 0) return NULL;
   PyObject *trash = PyList_New(0);
   int result = trash == NULL ? -1 : 0;
   for (Py_ssize_t m = 0; result == 0 && m < replica->tree->module_count; m++)
     result = empty_module(replica, m, trash);
+  for (Py_ssize_t m = 0; strips && result == 0 && m < replica->tree->module_count; m++)
+    result = strip_module(replica, m, trash);
   Py_XDECREF(trash);
-  replica->is_empty = result == 0;
+  replica->is_empty = result == 0 && !strips;
   if (result < 0) return NULL;
   Py_RETURN_NONE;
 }
@@ -213,17 +243,61 @@ static PyObject *replica_empty(PyObject *self, PyObject *Py_UNUSED(ignored))
 static PyObject *replica_settle(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
   fdp_replica *replica = (fdp_replica *)self;
+  if (check_whole(replica) < 0) return NULL;
   for (Py_ssize_t m = 0; m < replica->tree->module_count; m++)
     replica->references[m] = Py_REFCNT(PyTuple_GET_ITEM(replica->modules, m));
   Py_RETURN_NONE;
 }
 
+/* How often the replica's own attributes name its own modules, directly or by a bound method: the
+ * forward may have added some (self.alias = self.sub), and they are nobody else's. */
+static int count_own_references(const fdp_replica *replica, Py_ssize_t *counts)
+{
+  PyObject *key, *value;
+  for (Py_ssize_t m = 0; m < replica->tree->module_count; m++) {
+    PyObject *dict = fdp_tree_dict_of(PyTuple_GET_ITEM(replica->modules, m));
+    Py_ssize_t position = 0;
+    if (dict == NULL) return -1;
+    while (PyDict_Next(dict, &position, &key, &value)) {
+      PyObject *named = PyMethod_Check(value) ? PyMethod_GET_SELF(value) : value;
+      for (Py_ssize_t k = 0; k < replica->tree->module_count; k++)
+        if (PyTuple_GET_ITEM(replica->modules, k) == named) counts[k]++;
+    }
+    Py_DECREF(dict);
+  }
+  return 0;
+}
+
+/* 1: somebody else holds a module; 0: nobody does; -1: error. */
+static int is_held_outside(const fdp_replica *replica)
+{
+  Py_ssize_t count = replica->tree->module_count;
+  Py_ssize_t *own = PyMem_Calloc((size_t)count + 1, sizeof(*own));
+  if (own == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  int result = count_own_references(replica, own);
+  for (Py_ssize_t m = 0; result == 0 && m < count; m++) {
+    Py_ssize_t others = Py_REFCNT(PyTuple_GET_ITEM(replica->modules, m)) - own[m];
+    if (others != replica->references[m] - replica->bound[m]) result = 1;
+  }
+  PyMem_Free(own);
+  return result;
+}
+
 static PyObject *replica_idle(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
   fdp_replica *replica = (fdp_replica *)self;
-  for (Py_ssize_t m = 0; m < replica->tree->module_count; m++)
-    if (Py_REFCNT(PyTuple_GET_ITEM(replica->modules, m)) != replica->references[m]) Py_RETURN_FALSE;
-  Py_RETURN_TRUE;
+  bool same_counts = true;
+  if (check_whole(replica) < 0) return NULL;
+  for (Py_ssize_t m = 0; m < replica->tree->module_count; m++) {
+    PyObject *module = PyTuple_GET_ITEM(replica->modules, m);
+    if (Py_TYPE(module) != replica->tree->modules[m].type) Py_RETURN_FALSE;
+    same_counts &= Py_REFCNT(module) == replica->references[m];
+  }
+  int held = same_counts ? 0 : is_held_outside(replica);
+  return held < 0 ? NULL : PyBool_FromLong(!held);
 }
 
 static int replica_fill(fdp_replica *replica, fdp_tree *tree, PyObject *modules)
@@ -237,7 +311,9 @@ static int replica_fill(fdp_replica *replica, fdp_tree *tree, PyObject *modules)
   replica->own = PyMem_Calloc((size_t)(count * FDP_OWN_COUNT + 1), sizeof(PyObject *));
   replica->references = PyMem_Calloc((size_t)count + 1, sizeof(Py_ssize_t));
   replica->attributes = PyMem_Calloc((size_t)count + 1, sizeof(fdp_attributes));
-  if (replica->own == NULL || replica->references == NULL || replica->attributes == NULL) {
+  replica->bound = PyMem_Calloc((size_t)count + 1, sizeof(Py_ssize_t));
+  if (replica->own == NULL || replica->references == NULL || replica->attributes == NULL ||
+      replica->bound == NULL) {
     PyErr_NoMemory();
     return -1;
   }
@@ -310,25 +386,28 @@ static void replica_dealloc(PyObject *self)
   PyMem_Free(replica->attributes);
   PyMem_Free(replica->own);
   PyMem_Free(replica->references);
+  PyMem_Free(replica->bound);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
 static PyObject *replica_modules(PyObject *self, void *Py_UNUSED(closure))
 {
-  return Py_NewRef(((fdp_replica *)self)->modules);
+  return check_whole((fdp_replica *)self) < 0 ? NULL : Py_NewRef(((fdp_replica *)self)->modules);
 }
 
 static PyMethodDef replica_methods[] = {
     {"refresh", (PyCFunction)(void (*)(void))replica_refresh, METH_FASTCALL,
      "refresh(parameters, buffers): makes every module as a new replica's, with these copies of "
      "the tensors that Tree.collect() found, in its order."},
-    {"empty", replica_empty, METH_NOARGS,
-     "empty(): drops the copies and whatever the forward left in the modules."},
+    {"empty", replica_empty, METH_O,
+     "empty(strip): drops the copies and whatever the forward left in the modules; with strip also "
+     "what came from the base and can lead back to it."},
     {"settle", replica_settle, METH_NOARGS,
      "settle(): whoever holds a module of this replica now is no user of it."},
     {"idle", replica_idle, METH_NOARGS,
-     "idle() -> bool: nobody holds a module of this replica who did not at settle()."},
+     "idle() -> bool: every module is of its class still, and nobody but the replica's own "
+     "attributes holds one who did not at settle()."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef replica_members[] = {

@@ -38,6 +38,7 @@ typedef struct fdp_replica {
   PyObject **own;
   fdp_attributes *attributes; /* per module */
   Py_ssize_t *references; /* per module: its reference count at settle() */
+  Py_ssize_t *bound;      /* per module: methods of it that this refresh wrote */
   bool is_empty;          /* since empty() nobody has held a module: its attributes are as noted */
 } fdp_replica;
 

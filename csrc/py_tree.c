@@ -6,6 +6,8 @@
  * what differs costs a hundredth of that (benchmarks/host_cost.py). */
 #include "py_tree.h"
 
+#include <string.h>
+
 static int names_fill(fdp_tree_names *names)
 {
   static const char *const hook_names[FDP_TREE_HOOK_NAMES] = {
@@ -22,6 +24,7 @@ static int names_fill(fdp_tree_names *names)
   failed |= (names->is_replica = PyUnicode_InternFromString("_is_replica")) == NULL;
   failed |= (names->former_parameters = PyUnicode_InternFromString("_former_parameters")) == NULL;
   failed |= (names->copy = PyUnicode_InternFromString("copy")) == NULL;
+  failed |= (names->compiled_call = PyUnicode_InternFromString("_compiled_call_impl")) == NULL;
   for (int i = 0; i < FDP_TREE_HOOK_NAMES; i++)
     failed |= (names->hooks[i] = PyUnicode_InternFromString(hook_names[i])) == NULL;
   return failed ? -1 : 0;
@@ -35,6 +38,7 @@ static void names_clear(fdp_tree_names *names)
   Py_CLEAR(names->is_replica);
   Py_CLEAR(names->former_parameters);
   Py_CLEAR(names->copy);
+  Py_CLEAR(names->compiled_call);
   for (int i = 0; i < FDP_TREE_HOOK_NAMES; i++) Py_CLEAR(names->hooks[i]);
 }
 
@@ -212,8 +216,27 @@ static PyObject *tree_hold(PyObject *self, PyObject *root)
   Py_RETURN_TRUE;
 }
 
-/* collect() -> (parameters, buffers): the distinct tensors of a held tree as they are now, in order
- * of first appearance. */
+/* Which of the distinct tensors stands in each entry, as bytes: what is tied to what. */
+static PyObject *pattern_of(const fdp_tree *tree)
+{
+  Py_ssize_t count = tree->parameters.count + tree->buffers.count;
+  PyObject *bytes = PyBytes_FromStringAndSize(NULL, (count + 1) * (Py_ssize_t)sizeof(int32_t));
+  if (bytes == NULL) return NULL;
+  char *at = PyBytes_AS_STRING(bytes);
+  int32_t value = (int32_t)tree->parameters.count;
+  memcpy(at, &value, sizeof value);
+  for (Py_ssize_t i = 0; i < count; i++) {
+    const fdp_tree_entry *entry = i < tree->parameters.count
+                                      ? &tree->parameters.entries[i]
+                                      : &tree->buffers.entries[i - tree->parameters.count];
+    value = (int32_t)entry->index;
+    memcpy(at + (i + 1) * (Py_ssize_t)sizeof value, &value, sizeof value);
+  }
+  return bytes;
+}
+
+/* collect() -> (parameters, buffers, pattern): the distinct tensors of a held tree as they are now,
+ * in order of first appearance, and bytes that are equal where the same entries are tied. */
 static PyObject *tree_collect(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
   fdp_tree *tree = (fdp_tree *)self;
@@ -224,7 +247,11 @@ static PyObject *tree_collect(PyObject *self, PyObject *Py_UNUSED(ignored))
   if (collect_entries(tree, tree->names.parameters, &tree->parameters) < 0 ||
       collect_entries(tree, tree->names.buffers, &tree->buffers) < 0)
     return NULL;
-  return PyTuple_Pack(2, tree->parameters.tensors, tree->buffers.tensors);
+  PyObject *pattern = pattern_of(tree);
+  if (pattern == NULL) return NULL;
+  PyObject *found = PyTuple_Pack(3, tree->parameters.tensors, tree->buffers.tensors, pattern);
+  Py_DECREF(pattern);
+  return found;
 }
 
 /* The index of a base module in the tree, or -1. */
@@ -361,6 +388,46 @@ static void tree_dealloc(PyObject *self)
   Py_DECREF(type);
 }
 
+static PyObject *indices_of(const fdp_tree_entries *list, Py_ssize_t *cursor, Py_ssize_t count)
+{
+  PyObject *indices = PyTuple_New(count);
+  for (Py_ssize_t i = 0; indices != NULL && i < count; i++, ++*cursor) {
+    PyObject *index = PyLong_FromSsize_t(list->entries[*cursor].index);
+    if (index == NULL) Py_CLEAR(indices);
+    else PyTuple_SET_ITEM(indices, i, index);
+  }
+  return indices;
+}
+
+/* entries() -> [(parameters, buffers), ...]: for each module, which of the collected tensors its
+ * dictionaries hold, as indices; -1 for None. */
+static PyObject *tree_entries(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+  fdp_tree *tree = (fdp_tree *)self;
+  PyObject *found = PyList_New(0);
+  Py_ssize_t parameter_cursor = 0, buffer_cursor = 0;
+  for (Py_ssize_t m = 0; found != NULL && m < tree->module_count; m++) {
+    PyObject *module = tree->held ? tree->modules[m].module : NULL;
+    PyObject *parameters = NULL, *buffers = NULL, *row = NULL;
+    if (module == NULL) PyErr_SetString(PyExc_RuntimeError, "entries: the tree is not held");
+    if (module != NULL) parameters = fdp_tree_member(module, tree->names.parameters);
+    if (parameters != NULL) buffers = fdp_tree_member(module, tree->names.buffers);
+    Py_ssize_t parameter_count = parameters == NULL ? 0 : PyDict_GET_SIZE(parameters);
+    Py_ssize_t buffer_count = buffers == NULL ? 0 : PyDict_GET_SIZE(buffers);
+    if (buffers != NULL && parameter_cursor + parameter_count <= tree->parameters.count &&
+        buffer_cursor + buffer_count <= tree->buffers.count)
+      row = Py_BuildValue("(NN)", indices_of(&tree->parameters, &parameter_cursor, parameter_count),
+                          indices_of(&tree->buffers, &buffer_cursor, buffer_count));
+    else if (!PyErr_Occurred())
+      PyErr_SetString(PyExc_RuntimeError, "entries: the tree changed since collect()");
+    if (row == NULL || PyList_Append(found, row) < 0) Py_CLEAR(found);
+    Py_XDECREF(row);
+    Py_XDECREF(parameters);
+    Py_XDECREF(buffers);
+  }
+  return found;
+}
+
 /* release() -> None: the end of hold(). */
 static PyObject *tree_release(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
@@ -373,7 +440,11 @@ static PyMethodDef tree_methods[] = {
      "hold(root) -> bool: owns all modules until release(), if the tree below root is the one that "
      "this was made of."},
     {"collect", tree_collect, METH_NOARGS,
-     "collect() -> (parameters, buffers): the distinct tensors of a held tree as they are now."},
+     "collect() -> (parameters, buffers, pattern): the distinct tensors of a held tree as they are "
+     "now, and bytes that are equal where the same entries are tied."},
+    {"entries", tree_entries, METH_NOARGS,
+     "entries() -> [(parameters, buffers), ...]: for each module, which of the collected tensors "
+     "its dictionaries hold, as indices; -1 for None."},
     {"release", tree_release, METH_NOARGS, "release(): drops modules and tensors."},
     {NULL, NULL, 0, NULL}};
 

@@ -41,6 +41,7 @@ enum { FDP_TREE_HOOK_NAMES = 11 };
 
 typedef struct fdp_tree_names {
   PyObject *parameters, *buffers, *modules, *is_replica, *former_parameters, *copy;
+  PyObject *compiled_call;
   PyObject *hooks[FDP_TREE_HOOK_NAMES];
 } fdp_tree_names;
 
@@ -65,6 +66,14 @@ typedef struct fdp_tree {
 int fdp_py_tree_add(PyObject *module);
 /* The spec of Replica (py_replica.c); its constructor takes (tree, modules). */
 extern PyType_Spec fdp_replica_spec;
+
+/* True if a key of an attribute dictionary is that name. Most keys are interned and are compared by
+ * their address; those of an unpickled module are not. */
+static inline bool fdp_tree_is_name(PyObject *key, PyObject *name)
+{
+  return key == name || (PyUnicode_Check(key) && !PyUnicode_CHECK_INTERNED(key) &&
+                         PyUnicode_Compare(key, name) == 0);
+}
 
 /* New references; NULL with an exception when the object is no module. */
 PyObject *fdp_tree_dict_of(PyObject *module);

@@ -70,6 +70,20 @@ class AwaitedDict(dict):
         self.gate.wait_for(self.bucket)
         return super().__iter__()
 
+    def __eq__(self, other: Any) -> Any:
+        self.gate.wait_for(self.bucket)
+        return super().__eq__(other)
+
+    def __ne__(self, other: Any) -> Any:
+        self.gate.wait_for(self.bucket)
+        return super().__ne__(other)
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        self.gate.wait_for(self.bucket)
+        return super().__repr__()
+
     def copy(self) -> Dict[Any, Any]:
         return dict(self.items())
 

@@ -65,18 +65,21 @@ class Bucket:
         """One tensor per slot, zeros where there is None."""
         if all(tensor is not None for tensor in tensors):
             return tensors
-        zeros = self._slots_of_sums(((None,) * self.count,))
+        zeros = self._slots_of_sums(((None,) * self.count,), self.take_for_sums())
         return [zero if tensor is None else tensor for zero, tensor in zip(zeros, tensors)]
 
-    def copies(self, tensors: Sequence[torch.Tensor], home: bool) -> List[torch.Tensor]:
-        """The tensors once for each rank, rank by rank. With `home` rank 0 gets the tensors
-        themselves, parameters and differentiable ones under new names; without it, copies."""
-        if self.dtype.is_complex:
-            tensors = [tensor.resolve_conj() for tensor in tensors]
-        ranks = self.devices[1:] if home else self.devices
-        flats = tuple(self._flat(device) for device in ranks)
+    def take(self, home: bool) -> Tuple[torch.Tensor, ...]:
+        """New flat buffers for `copies`, one for each rank that gets one. On GPUs they are taken
+        with the communication streams current, and these wait before they are written."""
+        return tuple(self._flat(device) for device in self.devices[1 if home else 0 :])
+
+    def copies(
+        self, tensors: Sequence[torch.Tensor], home: bool, flats: Tuple[torch.Tensor, ...]
+    ) -> List[torch.Tensor]:
+        """The tensors once for each rank, rank by rank, in `flats`. With `home` rank 0 gets the
+        tensors themselves, parameters and differentiable ones under new names."""
         if flats:
-            self.core.broadcast(tuple(tensors), flats)
+            self.core.broadcast(tuple(map(resolved, tensors)), flats)
         result = [self._named_home(k, tensor) for k, tensor in enumerate(tensors)] if home else []
         for flat in flats:
             slots = self._slots(flat)
@@ -93,15 +96,21 @@ class Bucket:
         # A buffer of replica 0 is the base's own: in-place updates persist there, and only there.
         return tensor.detach() if tensor.requires_grad else tensor
 
-    def sums(self, gradients: Sequence[Optional[torch.Tensor]]) -> Tuple[Any, ...]:
-        """The sum over the ranks of each tensor's gradient, in rank order. `gradients` come rank by
-        rank, None where there is none."""
+    def take_for_sums(self) -> torch.Tensor:
+        """A new flat buffer for `sums`."""
+        return self._flat(self.device)
+
+    def sums(
+        self, gradients: Sequence[Optional[torch.Tensor]], flat: torch.Tensor
+    ) -> Tuple[Any, ...]:
+        """The sum over the ranks of each tensor's gradient, in rank order, in `flat`. `gradients`
+        come rank by rank, None where there is none."""
         count = self.count
         rows = [tuple(gradients[i : i + count]) for i in range(0, len(gradients), count)]
         if _are_ordinary(gradients):
-            result = self._slots_of_sums(tuple(rows))
+            result = self._slots_of_sums(tuple(rows), flat)
         else:
-            result = self._mixed_sums(rows)
+            result = self._mixed_sums(rows, flat)
         if self.keeps_none:
             result = [
                 None if all(row[k] is None for row in rows) else slot
@@ -109,24 +118,27 @@ class Bucket:
             ]
         return tuple(result)
 
-    def _mixed_sums(self, rows: Sequence[Tuple[Optional[torch.Tensor], ...]]) -> List[Any]:
+    def _mixed_sums(
+        self, rows: Sequence[Tuple[Optional[torch.Tensor], ...]], flat: torch.Tensor
+    ) -> List[Any]:
         """Where the core cannot read all gradients as they are."""
         count = self.count
         sparse = [k for k in range(count) if any(_is_sparse(row[k]) for row in rows)]
         summed = {k: _sum_in_order([row[k] for row in rows], self.device) for k in sparse}
         dense = tuple(
-            tuple(None if k in summed else _resolved(row[k]) for k in range(count))
+            tuple(None if k in summed else resolved(row[k]) for k in range(count))
             if summed
-            else tuple(map(_resolved, row))
+            else tuple(map(resolved, row))
             for row in rows
         )
-        result = self._slots_of_sums(dense)
+        result = self._slots_of_sums(dense, flat)
         for k, total in summed.items():
             result[k] = total
         return result
 
-    def _slots_of_sums(self, rows: Tuple[Tuple[Optional[torch.Tensor], ...], ...]) -> List[Any]:
-        flat = self._flat(self.device)
+    def _slots_of_sums(
+        self, rows: Tuple[Tuple[Optional[torch.Tensor], ...], ...], flat: torch.Tensor
+    ) -> List[Any]:
         self.core.reduce(rows, flat)
         return list(self._slots(flat))
 
@@ -144,13 +156,13 @@ def _is_sparse(gradient: Optional[torch.Tensor]) -> bool:
     return gradient is not None and gradient.layout != torch.strided
 
 
-def _resolved(gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-    """Lazily conjugated or negated gradients carried out: the core sees memory only."""
-    if gradient is None:
+def resolved(tensor: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    """Lazy conjugation and negation carried out: the core sees memory only."""
+    if tensor is None:
         return None
-    if gradient.is_conj() or gradient.is_neg():
-        return gradient.resolve_conj().resolve_neg()
-    return gradient
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.resolve_conj().resolve_neg()
+    return tensor
 
 
 def _sum_in_order(
@@ -178,8 +190,9 @@ def make_buckets(
     unused_grad: str,
 ) -> List[Bucket]:
     """Buckets of at most `limit_bytes` (one larger tensor makes its own), each of one dtype and one
-    requires_grad, in the order of their first tensors, for all tensors but those at the places
-    `left_out`. The first `parameter_count` tensors are parameters."""
+    requires_grad, for all tensors but those at the places `left_out`. The first `parameter_count`
+    tensors are parameters. Buckets with buffers come first, since a replica 0 that updates a buffer
+    in place has to wait until it was read; then in the order of their first tensors."""
     open_buckets: dict = {}
     groups: List[List[int]] = []
     for place, tensor in enumerate(tensors):
@@ -193,9 +206,10 @@ def make_buckets(
             groups.append(group)
         group.append(place)
         open_buckets[key] = (group, filled + size_bytes)
+    groups.sort(key=lambda group: group[-1] < parameter_count)
     return [
         Bucket(
-            [tensors[place] for place in group],
+            [resolved(tensors[place]) for place in group],
             group,
             [place < parameter_count for place in group],
             devices,

@@ -143,19 +143,23 @@ def _check_fit(tensors: Sequence[torch.Tensor], dim: int, path: str) -> None:
 class Broadcast(Function):
     """A bucket's tensors, once for each rank: count * ranks outputs, rank by rank, and the token.
     With `home`, rank 0's are the inputs themselves under new names (same memory and version
-    counter, so that a graph through them raises after an in-place update)."""
+    counter, so that a graph through them raises after an in-place update). `flats` are the buffers
+    for the copies (`Bucket.take`), `compute` the forward's compute streams."""
 
     @staticmethod
-    def forward(ctx: Any, bucket: Bucket, home: bool, *tensors: torch.Tensor) -> Tensors:
+    def forward(
+        ctx: Any, bucket: Bucket, home: bool, flats: Any, compute: Any, *tensors: torch.Tensor
+    ) -> Tensors:
         ctx.set_materialize_grads(False)
-        ctx.bucket = bucket
-        ctx.compute = bucket.communication.snapshot()
-        return (*bucket.copies(tensors, home), torch.empty(0, device=bucket.device))
+        ctx.bucket, ctx.compute = bucket, compute
+        return (*bucket.copies(tensors, home, flats), torch.empty(0, device=bucket.device))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Optional[torch.Tensor]) -> Any:
+        flat = ctx.bucket.take_for_sums()  # before the waits, as in a forward
         with ctx.bucket.communication.in_backward(ctx.compute, gradients):
-            return (None, None, *_reduced(ctx.bucket, gradients[:-1]))
+            sums = _reduced(ctx.bucket, ctx.compute, flat, gradients[:-1])
+        return (None, None, None, None, *sums)
 
 
 class Reduce(Function):
@@ -163,24 +167,31 @@ class Reduce(Function):
     there is no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, bucket: Bucket, *gradients: Optional[torch.Tensor]) -> Gradients:
-        ctx.bucket = bucket
-        ctx.compute = bucket.communication.snapshot()
+    def forward(
+        ctx: Any, bucket: Bucket, compute: Any, flat: Any, *gradients: Optional[torch.Tensor]
+    ) -> Gradients:
+        ctx.bucket, ctx.compute = bucket, compute
         ctx.present = [gradient is not None for gradient in gradients]
-        return bucket.sums(gradients)
+        return bucket.sums(gradients, flat[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        gradients = ctx.bucket.with_zeros(gradients)
-        with ctx.bucket.communication.in_backward(ctx.compute, gradients):
+        bucket = ctx.bucket
+        gradients = bucket.with_zeros(gradients)
+        with bucket.communication.in_backward(ctx.compute, gradients):
+            flats = bucket.take(False)
             if torch.is_grad_enabled():
-                copies = Broadcast.apply(ctx.bucket, False, *gradients)[:-1]
+                copies = Broadcast.apply(bucket, False, flats, ctx.compute, *gradients)[:-1]
             else:
-                copies = ctx.bucket.copies(gradients, False)
-        return (None, *(copy if there else None for copy, there in zip(copies, ctx.present)))
+                copies = bucket.copies(gradients, False, flats)
+        present = zip(copies, ctx.present)
+        return (None, None, None, *(copy if there else None for copy, there in present))
 
 
-def _reduced(bucket: Bucket, gradients: Gradients) -> Gradients:
+def _reduced(
+    bucket: Bucket, compute: Any, flat: torch.Tensor, gradients: Gradients
+) -> Gradients:
     if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in gradients):
-        return Reduce.apply(bucket, *gradients)
-    return bucket.sums(gradients)
+        # In a tuple: memory to write is no input of the node.
+        return Reduce.apply(bucket, compute, (flat,), *gradients)
+    return bucket.sums(gradients, flat)

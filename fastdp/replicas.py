@@ -12,18 +12,19 @@ at every forward, as in nn.DataParallel.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
 from operator import itemgetter
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from . import _C, _torch_compat
 from .awaited import AwaitedDict, Gate
-from .buckets import Bucket, make_buckets
+from .buckets import Bucket, make_buckets, resolved
 from .devices import parse_devices
 from .functions import Broadcast
 from .streams import Communication
@@ -31,7 +32,7 @@ from .streams import Communication
 __all__ = ["replicate"]
 
 # Sets that user code held when their call ended; looked at again before a new one is made.
-_MAX_LENT = 8
+_MAX_LENT = 2
 
 Tensors = Tuple[torch.Tensor, ...]
 
@@ -65,16 +66,19 @@ class Plan:
         """(parameters, buffers) of each rank, and the tokens of the broadcasts."""
         rows: List[List[torch.Tensor]] = [[] for _ in self._devices]
         tokens = []
-        communication.begin()
+        communication.open()
+        with communication.current():
+            flats = [bucket.take(True) for bucket in self.buckets]
+        compute = communication.begin()
         for k, bucket in enumerate(self.buckets):
             chosen = [tensors[place] for place in bucket.places]
             with communication.current():
                 if differentiable and bucket.requires_grad or _torch_compat.forward_mode_active():
-                    copies = Broadcast.apply(bucket, True, *chosen)
+                    copies = Broadcast.apply(bucket, True, flats[k], compute, *chosen)
                     tokens.append(copies[-1])
                     _torch_compat.run_early(copies[-1].grad_fn)
                 else:
-                    copies = bucket.copies(chosen, True)
+                    copies = bucket.copies(chosen, True, flats[k])
             communication.mark(k)
             for rank, row in enumerate(rows):
                 row.extend(copies[rank * bucket.count : (rank + 1) * bucket.count])
@@ -94,9 +98,10 @@ class ReplicaSet:
 
     def __init__(self, tree: Any, root: nn.Module, devices: Sequence[torch.device]) -> None:
         self.tree = tree
-        # On one device there is nothing to wait for; the home's own parameters are there already.
+        # On one device there is nothing to wait for. Elsewhere replica 0 waits too, though its
+        # tensors are the base's own: what it writes in place must have been read before.
         apart = len(set(devices)) > 1
-        self._gates = [Gate(d) if apart and rank > 0 else None for rank, d in enumerate(devices)]
+        self._gates = [Gate(device) if apart else None for device in devices]
         self._devices = devices
         self._plan: Optional[Plan] = None
         self._repairs = [
@@ -120,11 +125,12 @@ class ReplicaSet:
             self._replicas.append(_C.Replica(self.tree, modules))
             self._plan = None
         if plan is not self._plan:
-            self._tell_buckets(root, plan)
+            self._tell_buckets(plan)
         used = self._replicas[: len(rows)]
+        apart = self._gates[0] is not None
         for rank, (replica, (parameters, buffers)) in enumerate(zip(used, rows)):
             replica.refresh(parameters, buffers)
-            if self._gates[rank] is not None:
+            if apart:
                 self._gates[rank].close(communication.arrived(self._devices[rank]))
             for m, repair in self._repairs:
                 repair(replica.modules[m])
@@ -132,28 +138,25 @@ class ReplicaSet:
             replica.settle()
         return [replica.modules[0] for replica in used]
 
-    def _tell_buckets(self, root: nn.Module, plan: Plan) -> None:
+    def _tell_buckets(self, plan: Plan) -> None:
         """Each dictionary that waits learns what for."""
         self._plan = plan
-        if not any(self._gates):
+        if self._gates[0] is None:
             return
-        place_of: Dict[int, int] = {}
-        for tensor in (*root.parameters(), *root.buffers()):
-            place_of.setdefault(id(tensor), len(place_of))
-        for m, module in enumerate(root.modules()):
-            for name in ("_parameters", "_buffers"):
-                tensors = [t for t in getattr(module, name).values() if t is not None]
-                places = [place_of[id(t)] for t in tensors]
+        for m, (parameters, buffers) in enumerate(self.tree.entries()):
+            shifted = [plan.parameter_count + index for index in buffers if index >= 0]
+            for name, places in (("_parameters", parameters), ("_buffers", shifted)):
                 last = max((plan.bucket_of.get(place, -1) for place in places), default=-1)
-                for replica in self._replicas[1:]:
-                    getattr(replica.modules[m], name).bucket = last
+                for replica in self._replicas:
+                    replica.modules[m].__dict__[name].bucket = last
 
-    def empty_if_idle(self) -> bool:
-        """Drops copies and whatever the forward left behind; False if somebody holds a module."""
+    def empty_if_idle(self, strip: bool) -> bool:
+        """Drops copies and whatever the forward left behind, with `strip` also what came from the
+        base; False if somebody holds a module."""
         if not all(replica.idle() for replica in self._replicas):
             return False
         for replica in self._replicas:
-            replica.empty()
+            replica.empty(strip)
         return True
 
 
@@ -170,8 +173,6 @@ def _repairs_of(module: nn.Module) -> List[Any]:
     repairs = []
     if isinstance(module, nn.RNNBase):
         repairs.append(_point_flat_weights)
-    if "_compiled_call_impl" in module.__dict__:
-        repairs.append(_forget_compiled_call)
     if "_orig_mod" in module._modules and hasattr(type(module), "_initialize"):
         repairs.append(_call_original)
     return repairs
@@ -185,12 +186,6 @@ def _point_flat_weights(replica: nn.Module) -> None:
     attributes["_flat_weights_names"] = names
     attributes["_flat_weights"] = weights
     attributes["_flat_weight_refs"] = [w if w is None else weakref.ref(w) for w in weights]
-
-
-def _forget_compiled_call(replica: nn.Module) -> None:
-    """`module.compile()` bound the compiled call to the base: a replica runs uncompiled."""
-    if replica.__dict__.get("_compiled_call_impl") is not None:
-        replica.__dict__["_compiled_call_impl"] = None
 
 
 def _call_original(replica: nn.Module) -> None:
@@ -222,8 +217,9 @@ class _WalkedTree:
         self._root = root
         return True
 
-    def collect(self) -> Tuple[Tensors, Tensors]:
-        return tuple(self._root.parameters()), tuple(self._root.buffers())
+    def collect(self) -> Tuple[Tensors, Tensors, bytes]:
+        parameters, buffers = tuple(self._root.parameters()), tuple(self._root.buffers())
+        return parameters, buffers, len(parameters).to_bytes(4, "little")
 
     def release(self) -> None:
         self._root = None
@@ -242,7 +238,8 @@ class Lease:
 class Replicator:
     """The replicas of one module on one list of devices, and their plans.
 
-    Several threads may use one: a lock covers taking a set and making its copies, never a forward.
+    With `weak` idle replicas hold nothing that came from the module, so that they can stand in a
+    weak table beside it. Several threads may use one: a lock covers taking a set and making its copies, never a forward.
     """
 
     def __init__(
@@ -251,7 +248,10 @@ class Replicator:
         devices: Sequence[torch.device],
         bucket_bytes: int,
         unused_grad: str,
+        weak: bool = False,
     ) -> None:
+        self._weak = weak
+        self._busy = False
         self._module = weakref.ref(module)
         self._devices = tuple(devices)
         self._communication = Communication(devices)
@@ -272,50 +272,66 @@ class Replicator:
         copies may still be on their way when this returns: readers wait (awaited.py), and the
         caller promises `give_back` before the parameters are written."""
         root = self._module()
-        with self._lock:
-            if self._tree is None or not self._tree.hold(root):
-                self._rebuild(root)
-            try:
-                parameters, buffers = self._tree.collect()
-                tensors = parameters + buffers
-                differentiable = not detach and torch.is_grad_enabled()
-                plan = self._plan(root, tensors, len(parameters), ranks, differentiable)
-                with torch.set_grad_enabled(differentiable):
-                    rows, tokens = plan.copies(tensors, differentiable, self._communication)
-                if self._fresh or not early:
-                    self._communication.deliver()
-                if self._fresh:
-                    return _fresh_replicas(root, parameters, buffers, rows), Lease(None, tokens)
-                replicas = self._take_set(root)
-                roots = replicas.refresh(root, rows, plan, self._communication)
-                return roots, Lease(replicas, tokens)
-            finally:
-                self._tree.release()
+        with self._lock, self._holding(root, rebuild=True):
+            parameters, buffers, pattern = self._tree.collect()
+            tensors = parameters + buffers
+            differentiable = not detach and torch.is_grad_enabled()
+            plan = self._plan(root, tensors, pattern, len(parameters), ranks, differentiable)
+            with torch.set_grad_enabled(differentiable):
+                rows, tokens = plan.copies(tensors, differentiable, self._communication)
+            if self._fresh or not early:
+                self._communication.deliver()
+            if self._fresh:
+                return _fresh_replicas(root, parameters, buffers, rows), Lease(None, tokens)
+            replicas = self._take_set(root)
+            roots = replicas.refresh(root, rows, plan, self._communication)
+            return roots, Lease(replicas, tokens)
 
     def give_back(self, lease: Lease) -> None:
+        """The end of a lease's replicas; its tokens stay. Replicas that somebody still holds are
+        kept apart, and looked at again before new ones are made."""
         self._communication.deliver()
         replicas, lease.replicas = lease.replicas, None
         root = self._module()
         if replicas is None or root is None:
             return
-        with self._lock:
-            if replicas.tree is not self._tree or not self._tree.hold(root):
+        with self._lock, self._holding(root, rebuild=False) as same:
+            if not same or replicas.tree is not self._tree:
                 return
-            try:
-                if replicas.empty_if_idle():
-                    self._idle.append(replicas)
-                else:
-                    self._lent.append(replicas)
-                    del self._lent[:-_MAX_LENT]
-            finally:
+            if replicas.empty_if_idle(self._weak):
+                self._idle.append(replicas)
+            elif not self._weak:
+                self._lent.append(replicas)
+                del self._lent[:-_MAX_LENT]
+
+    @contextlib.contextmanager
+    def _holding(self, root: nn.Module, rebuild: bool) -> Iterator[bool]:
+        """The tree is held inside; gives whether it is the one that replicas were made of. The lock
+        lets its own thread in again: a destructor or a signal handler that gets here is told so."""
+        if self._busy:
+            raise RuntimeError(
+                "a forward of this wrapper was started from inside the making of its replicas, by "
+                "a destructor or a signal handler: start it from ordinary code"
+            )
+        # Everything inside the try: an interrupt can come behind any call.
+        try:
+            self._busy = True
+            same = self._tree is not None and self._tree.hold(root)
+            if not same and rebuild:
+                self._rebuild(root)
+            yield same
+        finally:
+            self._busy = False
+            if self._tree is not None:
                 self._tree.release()
 
     def _rebuild(self, root: nn.Module) -> None:
         """The module tree is new, or not what it was: forget all that was made of the old one."""
         _check_scripted(root)
         base = tuple(root.modules())
-        self._fresh = any(_replicates_itself(each) for each in base)
-        self._tree = _WalkedTree(base) if self._fresh else _C.Tree(base)
+        fresh = any(_replicates_itself(each) for each in base)
+        tree = _WalkedTree(base) if fresh else _C.Tree(base)
+        self._fresh, self._tree = fresh, tree
         self._plans, self._idle, self._lent = {}, [], []
         if not self._tree.hold(root):
             raise RuntimeError("the module was changed by another thread while it was replicated")
@@ -324,11 +340,12 @@ class Replicator:
         self,
         root: nn.Module,
         tensors: Tensors,
+        pattern: bytes,
         parameter_count: int,
         ranks: int,
         differentiable: bool,
     ) -> Plan:
-        description = _described(tensors, root, self._devices[0])
+        description = _described(tensors, root, self._devices[0]) + pattern
         plan = self._plans.get((ranks, differentiable))
         if plan is None or plan.description != description:
             check_home(tensors, self._devices[0])
@@ -351,14 +368,17 @@ class Replicator:
         if self._idle:
             return self._idle.pop()
         for replicas in self._lent:
-            if replicas.empty_if_idle():
+            if replicas.empty_if_idle(self._weak):
                 self._lent.remove(replicas)
                 return replicas
         return ReplicaSet(self._tree, root, self._devices)
 
     def forget(self) -> None:
-        """In a forked child: another thread of the parent may have held the lock."""
+        """In a forked child: another thread of the parent may have been at work here."""
         self._lock = threading.RLock()
+        self._busy = False
+        self._tree = None
+        self._plans, self._idle, self._lent = {}, [], []
 
 
 _all_replicators: "weakref.WeakSet[Replicator]" = weakref.WeakSet()
@@ -391,11 +411,25 @@ def _described(tensors: Tensors, root: nn.Module, home: torch.device) -> bytes:
         for module in root.modules():
             if _replicates_itself(module):
                 module._replicate_for_data_parallel()
-        alone = [(t.layout, t.dtype, t.requires_grad) for t in tensors if _is_sparse(t)]
-        if not alone:
+        found = [resolved(tensor) for tensor in tensors if not _is_sparse(tensor)]
+        alone = [
+            (t.layout, t.dtype, t.requires_grad) if _is_sparse(t) else None for t in tensors
+        ]
+        try:
+            return _C.describe(tuple(found)) + repr(alone).encode()
+        except Exception:
+            _name_what_cannot_travel(root)
             raise
-        dense = _C.describe(tuple(tensor for tensor in tensors if not _is_sparse(tensor)))
-        return dense + repr([_is_sparse(tensor) for tensor in tensors] + alone).encode()
+
+
+def _name_what_cannot_travel(root: nn.Module) -> None:
+    for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
+        for name, tensor in named:
+            try:
+                _C.describe((resolved(tensor),))
+            except Exception as error:
+                if not _is_sparse(tensor):
+                    raise TypeError(f"{kind} {name!r} cannot be replicated: {error}") from error
 
 
 def _is_sparse(tensor: torch.Tensor) -> bool:

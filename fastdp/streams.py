@@ -9,8 +9,9 @@ after its own stream *and* after the compute streams of the forward, and what it
 its own stream when its backward returns.
 
 Memory. A flat buffer belongs to the communication stream's pool in torch's allocator. Compute that
-read it was enqueued on a compute stream; before a communication stream is used again it waits for
-these (`Communication.begin`), so a block that the allocator hands out anew is never written early.
+read it was enqueued on a compute stream; a forward takes its flat buffers first, then its
+communication streams wait for all these (`Communication.begin`), then they write: a block that the
+allocator hands out anew is never written early.
 Gradients belong to the compute streams' pools and are read by a communication stream: they are held
 until the compute stream has been told to wait for that read (`Communication.in_backward`).
 """
@@ -18,6 +19,7 @@ until the compute stream has been told to wait for that read (`Communication.in_
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -87,22 +89,28 @@ class Communication:
         self._arrived: List[List[torch.cuda.Event]] = [[] for _ in self.devices]
         self._used: Dict[Any, torch.cuda.Stream] = {}
         self._retiring: List[Tuple[Any, Any]] = []
+        self._lock = threading.Lock()  # guards _used and _retiring
 
-    def begin(self) -> None:
-        """Before a forward's broadcasts: they wait for all compute that was enqueued so far, which
-        may still write the parameters or read flat buffers whose memory comes back now."""
-        if not self.apart:
-            return
-        if not self._streams:
+    def open(self) -> None:
+        """At the first use: makes the streams."""
+        if self.apart and not self._streams:
             self._open()
-        for stream in self._compute_streams():
-            self._used[stream.cuda_stream, stream.device] = stream
-        for stream in self._used.values():
+
+    def begin(self) -> Optional[Snapshot]:
+        """Before a forward's broadcasts, after their flat buffers were taken: the communication
+        streams wait for all compute that was enqueued so far, which may still write the parameters
+        or read what the buffers' memory held before. Gives the forward's compute streams."""
+        if not self.apart:
+            return None
+        compute = Snapshot(self.devices)
+        with self._lock:
+            for stream in compute.streams:
+                self._used[stream.cuda_stream, stream.device] = stream
+            used = list(self._used.values())
+        for stream in used:
             self._streams[self.devices.index(stream.device)].wait_stream(stream)
-        self._used = {
-            (stream.cuda_stream, stream.device): stream for stream in self._compute_streams()
-        }
         self._release(0)
+        return compute
 
     def _open(self) -> None:
         """torch opens its memory to peers itself, at its first copy between two GPUs: memory that it
@@ -140,15 +148,12 @@ class Communication:
             for stream, compute in zip(self._streams, self._compute_streams()):
                 compute.wait_stream(stream)
 
-    def snapshot(self) -> Optional[Snapshot]:
-        """The compute streams, for a broadcast's backward."""
-        return Snapshot(self.devices) if self.apart else None
-
     @contextlib.contextmanager
     def in_backward(self, snapshot: Optional[Snapshot], gradients: Any) -> Iterator[None]:
-        """Around the reduction in a broadcast's backward. The node's stream is home's communication
-        stream; the others become current. All wait for the forward's compute streams, which made
-        the gradients, and for whatever the engine has ordered before this node."""
+        """Around the moves in a broadcast's or reduction's backward. The node's stream is home's
+        communication stream; the others become current. All wait for the forward's compute streams,
+        which made the gradients, and for whatever the engine has ordered before this node; in the
+        end the node's stream waits for the others."""
         if snapshot is None or not self.apart:
             yield
             return
@@ -161,6 +166,9 @@ class Communication:
                 stream.wait_stream(node)
         with current(streams):
             yield
+        for stream in streams:
+            if stream is not node:
+                node.wait_stream(stream)
         self._retire(snapshot, streams, gradients)
 
     def _retire(self, snapshot: Snapshot, streams: Any, gradients: Any) -> None:
@@ -171,17 +179,22 @@ class Communication:
             event = torch.cuda.Event()
             event.record(stream)
             reads.append((compute, event))
-        self._retiring.append((reads, gradients))
+        held = [gradient.detach() for gradient in gradients if gradient is not None]
+        with self._lock:
+            self._retiring.append((reads, held))
         self._release(_MAX_RETIRING)
 
     def _release(self, keep: int) -> None:
-        while len(self._retiring) > keep:
-            reads, _ = self._retiring.pop(0)
+        with self._lock:
+            count = len(self._retiring) - keep
+            over, self._retiring = self._retiring[: max(count, 0)], self._retiring[max(count, 0) :]
+        for reads, _ in over:
             for compute, event in reads:
                 compute.wait_event(event)
 
 
 _held: List[Tuple[List[torch.cuda.Event], torch.Tensor]] = []
+_held_lock = threading.Lock()
 
 
 def hold_pinned(tensor: torch.Tensor, devices: Sequence[torch.device]) -> None:
@@ -196,5 +209,6 @@ def hold_pinned(tensor: torch.Tensor, devices: Sequence[torch.device]) -> None:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         events.append(event)
-    _held = [(e, t) for e, t in _held if not all(event.query() for event in e)]
-    _held.append((events, tensor))
+    with _held_lock:
+        _held = [(e, t) for e, t in _held if not all(event.query() for event in e)]
+        _held.append((events, tensor))

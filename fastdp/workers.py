@@ -12,7 +12,7 @@ import os
 import threading
 import traceback
 import weakref
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 from . import _C
 from .pace import Pace
@@ -90,25 +90,29 @@ def replica_error(error: BaseException, rank: int, device: Any) -> BaseException
 
 def _same_type(error: BaseException, kind: type, text: str) -> BaseException:
     """An exception of the type, with the error's attributes, that says `text`."""
-    told = type(
-        kind.__name__, (kind,), {"__str__": lambda self: text, "__module__": kind.__module__}
-    )
     message = _Text(text) if issubclass(kind, KeyError) else text
-    for make in (
-        lambda: kind(message),
-        lambda: _past_constructor(kind, text),  # which wants something else
-        lambda: told(*error.args),  # its __str__ says something else
-        lambda: _past_constructor(told, text),
-    ):
-        try:
-            raised = make()
-            for name, value in error.__dict__.items():
-                raised.__dict__.setdefault(name, value)
-            if isinstance(raised, kind) and text in str(raised):
-                return raised
-        except Exception:
-            continue
-    return RuntimeError(text)
+    raised = (
+        _saying(text, error, kind, (message,))
+        or _saying(text, error, kind, None)  # a constructor that wants something else
+    )
+    if raised is None:  # a __str__ that says something else
+        attributes = {"__str__": lambda self: text, "__module__": kind.__module__}
+        told = type(kind.__name__, (kind,), attributes)
+        raised = _saying(text, error, told, error.args) or _saying(text, error, told, None)
+    return RuntimeError(text) if raised is None else raised
+
+
+def _saying(
+    text: str, error: BaseException, kind: type, arguments: Optional[Tuple[Any, ...]]
+) -> Optional[BaseException]:
+    """A `kind` made of the arguments, or past its constructor; None unless it says the text."""
+    try:
+        raised = _past_constructor(kind, text) if arguments is None else kind(*arguments)
+        for name, value in error.__dict__.items():
+            raised.__dict__.setdefault(name, value)
+        return raised if isinstance(raised, kind) and text in str(raised) else None
+    except Exception:
+        return None
 
 
 def _past_constructor(kind: type, text: str) -> BaseException:
@@ -129,23 +133,23 @@ class Team:
     """Threads for the replicas 1, 2, ... of one call at a time."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
         self._inboxes: List[_C.Handoff] = []
+        self.pid = os.getpid()
 
     def grow(self, size: int) -> None:
         while len(self._inboxes) < size:
             inbox = _C.Handoff()
             name = f"fastdp-replica-{len(self._inboxes) + 1}"
             thread = threading.Thread(target=_serve, args=(inbox,), name=name, daemon=True)
+            self._inboxes.append(inbox)  # first: a thread that nobody can dismiss would stay
             thread.start()
-            self._inboxes.append(inbox)
 
     def start(self, index: int, job: Job) -> None:
         self._inboxes[index].put(job)
 
     def dismiss(self) -> None:
         """The threads end once they have finished what they do now."""
-        for inbox in self._inboxes:
+        for inbox in self.__dict__.get("_inboxes", ()):
             inbox.close()
 
     __del__ = dismiss

@@ -30,12 +30,14 @@ class _Runtime:
     """What a wrapper has besides torch's attributes: threads, replicas and leases. It is made at
     the first forward, is in no copy or pickle of the wrapper, and knows nothing of it."""
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], options: Any) -> None:
+    def __init__(
+        self, module: nn.Module, devices: Sequence[torch.device], options: Any, weak: bool = False
+    ) -> None:
         self.devices = tuple(devices)
         self.device_ids: Sequence[Any] = ()  # as the wrapper wrote them
         self.options = options
         self.teams = Teams()
-        self.replicator = Replicator(module, devices, *options)
+        self.replicator = Replicator(module, devices, *options, weak=weak)
         self._module = weakref.ref(module)
         self._open = threading.local()
 
@@ -60,34 +62,45 @@ class _Runtime:
         return self._open.leases
 
     def replicas(self, ranks: int) -> List[nn.Module]:
-        early = getattr(self._open, "forwards", 0) > 0
-        roots, lease = self.replicator.take(ranks, not torch.is_grad_enabled(), early)
+        early = self._in_forward()
         leases = self.leases()
+        if not early:
+            # By hand: replicas whose gather never came go back, their tokens may still be asked for.
+            for lease in leases:
+                self.replicator.give_back(lease)
+        roots, lease = self.replicator.take(ranks, not torch.is_grad_enabled(), early)
         leases.append(lease)
         if len(leases) > _MAX_OPEN_LEASES:
             self.replicator.give_back(leases.pop(0))
         return roots
 
     def tokens(self) -> Tuple[torch.Tensor, ...]:
-        """Ends the newest lease and gives its tokens."""
+        """The tokens of the newest lease, whose replicas go back. The lease ends with its forward,
+        or here where the forward is written by hand."""
         leases = self.leases()
         if not leases:
             return ()
-        lease = leases.pop()
+        lease = leases[-1] if self._in_forward() else leases.pop()
         self.replicator.give_back(lease)
         return lease.tokens
+
+    def _in_forward(self) -> bool:
+        return getattr(self._open, "forwards", 0) > 0
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Around a whole forward: leases that are left open inside, by an error or an override of
         gather, end with it; so copies may be on their way while replicas start."""
         leases = self.leases()
-        depth = len(leases)
-        self._open.forwards = getattr(self._open, "forwards", 0) + 1
+        outer = getattr(self._open, "forwards", 0)
+        # A forward inside a forward leaves the outer one's alone; what else is there was left by
+        # an interrupt, or by hand.
+        depth = len(leases) if outer else 0
         try:
+            self._open.forwards = outer + 1
             yield
         finally:
-            self._open.forwards -= 1
+            self._open.forwards = outer
             while len(leases) > depth:
                 self.replicator.give_back(leases.pop())
 
@@ -228,10 +241,14 @@ class DataParallel(nn.DataParallel):
             devices = parse_devices(self.device_ids, "device_ids")
         else:
             devices = runtime.parsed(self.device_ids)
-        if runtime is None or not runtime.serves(self.module, devices, self._options()):
-            runtime = _Runtime(self.module, devices, self._options())
-            runtime.device_ids = list(self.device_ids)
-            self.__dict__["_fastdp_runtime"] = runtime
+        options = self._options()
+        if runtime is None or not runtime.serves(self.module, devices, options):
+            with _making:
+                runtime = self.__dict__.get("_fastdp_runtime")
+                if runtime is None or not runtime.serves(self.module, devices, options):
+                    runtime = _Runtime(self.module, devices, options)
+                    runtime.device_ids = list(self.device_ids)
+                    self.__dict__["_fastdp_runtime"] = runtime
         return runtime
 
     def __getstate__(self) -> Dict[str, Any]:
@@ -286,6 +303,8 @@ def _check_one_device(module: nn.Module) -> None:
         )
 
 
+# Two threads at a wrapper's first forward share one runtime.
+_making = threading.RLock()
 _runtimes: "weakref.WeakKeyDictionary[nn.Module, _Runtime]" = weakref.WeakKeyDictionary()
 
 
@@ -325,9 +344,10 @@ def data_parallel(
         check_home(_tensors_of(module), devices[0])
         return module(*rows[0], **named[0])
     options = environment.bucket_bytes(None), environment.unused_grad(None)
-    runtime = _runtimes.get(module)
-    if runtime is None or not runtime.serves(module, devices, options):
-        runtime = _runtimes[module] = _Runtime(module, devices, options)
+    with _making:
+        runtime = _runtimes.get(module)
+        if runtime is None or not runtime.serves(module, devices, options):
+            runtime = _runtimes[module] = _Runtime(module, devices, options, weak=True)
     with runtime.forward():
         outputs = apply_modules(
             runtime.teams, runtime.replicas(len(rows)), rows, named, devices[: len(rows)]
