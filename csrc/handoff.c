@@ -48,9 +48,9 @@ fdp_status fdp_handoff_put_nowake(fdp_handoff *handoff, void *item, bool *has_sl
 
 fdp_status fdp_handoff_put(fdp_handoff *handoff, void *item) {
   bool has_sleeper = false;
-  FDP_TRY(fdp_handoff_put_nowake(handoff, item, &has_sleeper));
+  fdp_status status = fdp_handoff_put_nowake(handoff, item, &has_sleeper);
   if (has_sleeper) fdp_handoff_wake(handoff);
-  return FDP_OK;
+  return status;
 }
 
 static struct timespec deadline_after_ms(int64_t milliseconds) {
