@@ -47,6 +47,8 @@ static int64_t arena_take(int64_t size_bytes, int64_t skew_bytes) {
 static void arena_begin(void) {
   case_fill(host, used_bytes);
   need(cudaMemcpyAsync(device, host, used_bytes, cudaMemcpyHostToDevice, stream), "to the GPU");
+  /* The arena on the host is written next, by the plain C call. */
+  need(cudaStreamSynchronize(stream), "to the GPU");
 }
 
 static void arena_fetch(void) {
