@@ -24,6 +24,11 @@ class ComplexNet(nn.Module):
         return x @ self.w + self.shift
 
 
+class Conjugated(ComplexNet):
+    def forward(self, x):
+        return (x @ self.w.conj() + self.shift).conj()
+
+
 @row("E: complex parameters / tensors")
 @pytest.mark.parametrize("grad", [True, False])
 def test_complex_stays_complex(impl, grad):
@@ -35,6 +40,18 @@ def test_complex_stays_complex(impl, grad):
         out.abs().pow(2).sum().backward()
         want.abs().pow(2).sum().backward()
         close(module.w.grad, plain.w.grad)
+
+
+@row("E: complex parameters / tensors; gradients that are lazily conjugated")
+def test_conjugated_weights(fast):
+    """torch's own refuses them: it views complex numbers as real."""
+    module, plain = Conjugated(), Conjugated()
+    x = torch.complex(ints(5, 3), ints(5, 3, seed=2))
+    out, want = fast.wrap(module, 2)(x), plain(x)
+    same(out, want.resolve_conj())
+    out.real.sum().backward()
+    want.real.sum().backward()
+    same(module.w.grad.resolve_conj(), plain.w.grad.resolve_conj())
 
 
 @row("E: complex parameters / tensors")

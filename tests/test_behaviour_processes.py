@@ -166,6 +166,44 @@ def test_wrapper_works_in_a_forked_child(used):
 
 
 @FORK
+@row("H: fork, DataLoader; mutant: fork while another thread is inside replicate")
+def test_fork_while_another_thread_replicates():
+    """Whatever that thread held, it will never give back in the child."""
+    check(
+        """
+        warnings.simplefilter("ignore", DeprecationWarning)
+        entered, gate = threading.Event(), threading.Event()
+        class Slow(nn.Linear):
+            waits = True
+            def _replicate_for_data_parallel(self):
+                if Slow.waits:
+                    entered.set()
+                    gate.wait(30)
+                return super()._replicate_for_data_parallel()
+        dp = fastdp.DataParallel(Slow(2, 2), device_ids=["cpu"] * 2)
+        want = dp.module(x).detach()
+        thread = threading.Thread(target=lambda: dp(x))
+        thread.start()
+        assert entered.wait(20)
+        child = os.fork()
+        if child == 0:
+            Slow.waits = False
+            with torch.no_grad():
+                os._exit(0 if torch.equal(dp(x), want) else 3)
+        deadline = time.monotonic() + 10
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        gate.set()
+        thread.join(20)
+        if not ended[0]:
+            os.kill(child, 9)
+            sys.exit("the child hangs")
+        assert os.waitstatus_to_exitcode(ended[1]) == 0, ended
+        """
+    )
+
+
+@FORK
 @row("H: fork, DataLoader")
 def test_data_loader_workers_between_steps():
     check(
