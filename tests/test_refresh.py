@@ -53,7 +53,7 @@ def hook(*args):
 def held(tree, base, act):
     assert tree.hold(base)
     try:
-        return act(*tree.collect())
+        return act(*tree.collect()[:2])
     finally:
         tree.release()
 
@@ -73,8 +73,8 @@ def refresh(tree, base, replica):
     assert_same(replica, fresh, base)
 
 
-def empty(tree, base, replica):
-    held(tree, base, lambda *_: replica.empty())
+def empty(tree, base, replica, strip=False):
+    held(tree, base, lambda *_: replica.empty(strip))
     for module in replica.modules:
         for kind in (module._parameters, module._buffers):
             assert all(value is None for value in kind.values())
@@ -190,9 +190,11 @@ EDITS = st.sampled_from(
 )
 EDIT = st.tuples(EDITS, st.integers(0, 6), st.sampled_from(NAMES))
 # A forward: edits of the base before it, edits that the replica's forward makes, edits of the base
-# while it runs, and whether the replica is emptied afterwards.
+# while it runs, and whether the replica is emptied afterwards, and stripped too.
 ROUNDS = st.lists(
-    st.tuples(*[st.lists(EDIT, max_size=3)] * 3, st.booleans()), min_size=1, max_size=4
+    st.tuples(*[st.lists(EDIT, max_size=3)] * 3, st.sampled_from([None, False, True])),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -207,13 +209,13 @@ def test_a_refreshed_replica_is_as_a_new_one(rounds):
     base = base_module()
     tree = _C.Tree(tuple(base.modules()))
     replica = new_replica(tree, base)
-    for before, inside, meanwhile, is_emptied in rounds:
+    for before, inside, meanwhile, strip in rounds:
         edit(list(base.modules()), before)
         refresh(tree, base, replica)
         edit(replica.modules, inside)
         edit(list(base.modules()), meanwhile)
-        if is_emptied:
-            empty(tree, base, replica)
+        if strip is not None:
+            empty(tree, base, replica, strip)
     refresh(tree, base, replica)
 
 
