@@ -49,21 +49,24 @@ static void peer_close(fdp_transport *transport) {
   free(opened);
 }
 
+static fdp_status check_gpu(const fdp_endpoint *endpoint) {
+  char text[32];
+  if (endpoint->device->id.kind == FDP_DEVICE_CUDA) return FDP_OK;
+  return fdp_fail(FDP_UNSUPPORTED, "%s is no GPU",
+                  fdp_device_text(endpoint->device->id, text, sizeof text));
+}
+
 static fdp_status peer_joins(const fdp_transport *transport, const fdp_endpoint *home,
                              const fdp_endpoint *others, int32_t other_count) {
   const peer_transport *opened = (const peer_transport *)transport;
   peer_leads leads = find_leads(home, others, other_count);
-  fdp_status status = FDP_OK;
+  fdp_status status;
+  FDP_TRY(check_gpu(home));
+  for (int32_t i = 0; i < leads.count; ++i) FDP_TRY(check_gpu(&others[leads.indices[i]]));
   for (int32_t i = -1; i < leads.count; ++i) {
     fdp_device *device = i < 0 ? home->device : others[leads.indices[i]].device;
-    if (device->id.kind != FDP_DEVICE_CUDA || device->ops != home->device->ops) {
-      char text[32];
-      return fdp_fail(FDP_UNSUPPORTED, "%s is no GPU",
-                      fdp_device_text(device->id, text, sizeof text));
-    }
     for (int32_t k = i + 1; k < leads.count; ++k) {
-      fdp_device *other = others[leads.indices[k]].device;
-      FDP_TRY(fdp_peer_book_allows(opened->book, device, other));
+      FDP_TRY(fdp_peer_book_allows(opened->book, device, others[leads.indices[k]].device));
     }
   }
 done:

@@ -100,7 +100,8 @@ int main(int argument_count, char **arguments) {
       {"base", test_base},       {"view", test_view},       {"plan", test_plan},
       {"host", test_host},       {"pool", test_pool},       {"handoff", test_handoff},
       {"context", test_context}, {"verbs", test_verbs},     {"reduce", test_reduce},
-      {"bucket", test_bucket},   {"order", test_order}, {"transport_order", test_transport_order},     {"memory", test_memory},
+      {"bucket", test_bucket},   {"order", test_order},     {"memory", test_memory},
+      {"transport_order", test_transport_order},
   };
   for (size_t i = 0; i < sizeof tests / sizeof tests[0]; ++i) {
     bool chosen = argument_count == 1;

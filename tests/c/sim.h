@@ -15,8 +15,8 @@ sim *sim_open(uint64_t seed);
 /* After the context that adopted the devices was closed. */
 void sim_close(sim *world);
 
-/* A device for a context to adopt, and to close. `kind` and ordinal make its id, by which transports
- * are chosen: host devices are one memory, GPUs are not. */
+/* A device for a context to adopt, and to close. `kind` and ordinal make its id, by which
+ * transports are chosen: host devices are one memory, GPUs are not. */
 fdp_device *sim_device(sim *world, int32_t kind, int32_t ordinal);
 fdp_stream *sim_stream(sim *world);
 

@@ -92,6 +92,8 @@ static void test_transport(void) {
                "peer, since local: cuda:0 and cuda:1 are different memories");
   check_reason(NULL, host, gpus, 1, FDP_OK, "host, since local: cpu:0 and cuda:0 are different "
                "memories; peer: cpu:0 is no GPU");
+  check_reason(NULL, gpus[0], &host, 1, FDP_OK, "host, since local: cuda:0 and cpu:0 are different "
+               "memories; peer: cpu:0 is no GPU");
   check_reason("host", gpus[0], gpus, 1, FDP_OK, "host, as FASTDP_TRANSPORT says");
   check_reason("peer", gpus[0], gpus, 1, FDP_OK, "peer, as FASTDP_TRANSPORT says");
   check_reason("local", gpus[0], gpus, 2, FDP_UNSUPPORTED, "FASTDP_TRANSPORT=local does not join "

@@ -1,6 +1,6 @@
-/* Stream order of the transports between GPUs, on the simulated backend: as test_order.c, over `peer`
- * and `host`, with devices listed several times, and with buckets large enough for shards and
- * chunks (the Makefile shrinks those limits). */
+/* Stream order of the transports between GPUs, on the simulated backend: as test_order.c, over
+ * `peer` and `host`, with devices listed several times, and with buckets large enough for shards
+ * and chunks (the Makefile shrinks those limits). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -93,7 +93,7 @@ static void open_bucket(scene *made) {
     prototypes[k] = (fdp_view){.device = gpu(0), .dtype = float32, .ndim = 2,
                                .shape = {21 * (k + 1), 2}, .strides = {2, 1}};
   }
-  CHECK_OK(fdp_bucket_open(prototypes, SLOTS, &made->bucket));
+  CHECK_OK(fdp_bucket_open(prototypes, NULL, SLOTS, &made->bucket));
 }
 
 static void caller_open(scene *made, caller *one, scene_verb verb, rig_layout layout) {
