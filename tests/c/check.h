@@ -21,6 +21,7 @@ void test_reduce(void);
 void test_bucket(void);
 void test_order(void);
 void test_transport_order(void);
+void test_transports(void);
 void test_memory(void);
 
 /* Says which case of a product is running, in the messages of failed checks. */

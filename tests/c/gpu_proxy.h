@@ -1,5 +1,5 @@
 /* A CUDA device under another number, for tests: several that stand for one GPU are different
- * devices to the core, so that everything between GPUs runs, on real streams, where there is one. */
+ * devices to the core, so that all that goes on between GPUs runs where there is one. */
 #ifndef FDP_TEST_GPU_PROXY_H
 #define FDP_TEST_GPU_PROXY_H
 

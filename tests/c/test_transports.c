@@ -1,0 +1,339 @@
+/* What the transports between GPUs promise beside right values (the tests of the verbs run over
+ * them too): who waits for whom, host memory among the devices, peers that stall; and the pure
+ * parts that they stand on. */
+#include <semaphore.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../csrc/bucket.h"
+#include "../../csrc/device_host.h"
+#include "../../csrc/gather.h"
+#include "../../csrc/log.h"
+#include "../../csrc/relay.h"
+#include "../../csrc/scatter.h"
+#include "../../csrc/span.h"
+#include "cases.h"
+#include "check.h"
+#include "rig.h"
+
+/* --- spans --- */
+
+static void test_fill(void) {
+  char tensor[1];
+  const fdp_segment segments[] = {{tensor, 8, 4}, {tensor, 12, 52}, {tensor, 128, 1}};
+  const fdp_segment wanted[] = {{NULL, 0, 8},    {tensor, 8, 4},   {tensor, 12, 52},
+                                {NULL, 64, 64},  {tensor, 128, 1}, {NULL, 129, 63}};
+  fdp_segment filled[7];
+  CHECK_EQUAL(fdp_span_size_bytes(segments, 3), 129);
+  CHECK_EQUAL(fdp_span_size_bytes(segments, 0), 0);
+  CHECK_EQUAL(fdp_span_fill(segments, 3, 192, filled), 6);
+  for (int32_t i = 0; i < 6; ++i) {
+    CHECK(filled[i].tensor == wanted[i].tensor);
+    CHECK_EQUAL(filled[i].offset_bytes, wanted[i].offset_bytes);
+    CHECK_EQUAL(filled[i].size_bytes, wanted[i].size_bytes);
+  }
+  CHECK_EQUAL(fdp_span_fill(segments, 3, 129, filled), 5);
+  CHECK_EQUAL(fdp_span_fill(NULL, 0, 0, filled), 0);
+}
+
+/* Shards are aligned, in order, without gaps, and differ by one block at most. */
+static void test_shards(void) {
+  for (int64_t size_bytes = 0; size_bytes < 2000; size_bytes += 37) {
+    for (int32_t count = 1; count <= 8; ++count) {
+      int64_t smallest = INT64_MAX, largest = 0;
+      CHECK_EQUAL(fdp_span_shard_begin(size_bytes, count, 0), 0);
+      CHECK_EQUAL(fdp_span_shard_begin(size_bytes, count, count), size_bytes);
+      for (int32_t i = 0; i < count; ++i) {
+        int64_t begin = fdp_span_shard_begin(size_bytes, count, i);
+        int64_t length = fdp_span_shard_begin(size_bytes, count, i + 1) - begin;
+        CHECK(begin == size_bytes || begin % FDP_ALIGNMENT_BYTES == 0);
+        if (length < smallest) smallest = length;
+        if (length > largest) largest = length;
+      }
+      CHECK(smallest >= 0 && largest - smallest < 2 * FDP_ALIGNMENT_BYTES);
+    }
+  }
+}
+
+/* The sums of all shards together touch each element once, with the same sources; a NULL stays. */
+static void test_cut(void) {
+  static float target[300], first[300], second[300];
+  const void *sources[] = {first, NULL, first + 20, second + 20, NULL, second + 220};
+  const fdp_sum sums[] = {{target, sources, 2, 17, float32},
+                          {target + 20, sources + 2, 2, 190, float32},
+                          {target + 220, sources + 4, 2, 80, float32}};
+  fdp_span_sums all = {0}, shard = {0};
+  CHECK_OK(fdp_span_sums_open(&all, sums, 3, 2, target));
+  CHECK_OK(fdp_span_sums_open(&shard, sums, 3, 2, target));
+  for (int32_t count = 1; count <= 7; ++count) {
+    int32_t seen[300] = {0};
+    for (int32_t i = 0; i < count; ++i) {
+      int64_t begin = fdp_span_shard_begin(sizeof target, count, i);
+      int64_t end = fdp_span_shard_begin(sizeof target, count, i + 1);
+      fdp_span_cut(&all, begin, end, &shard);
+      for (int32_t k = 0; k < shard.count; ++k) {
+        const fdp_sum *sum = &shard.sums[k];
+        int64_t at = (float *)sum->target - target;
+        CHECK(4 * at >= begin && 4 * (at + sum->count_elems) <= end && sum->count_elems > 0);
+        CHECK(sum->sources[0] == (at < 220 ? first + at : NULL));
+        CHECK(sum->sources[1] == (at < 20 ? NULL : second + at));
+        for (int64_t e = 0; e < sum->count_elems; ++e) seen[at + e] += 1;
+      }
+    }
+    for (int64_t e = 0; e < 300; ++e) {
+      bool is_gap = (e >= 17 && e < 20) || (e >= 210 && e < 220);
+      CHECK_EQUAL(seen[e], is_gap ? 0 : 1);
+    }
+  }
+  fdp_segment segments[3];
+  char flat[sizeof target];
+  CHECK_EQUAL(fdp_span_segments(&all, 1, segments), 2);
+  CHECK(segments[1].tensor == second + 220);
+  CHECK_EQUAL(segments[1].offset_bytes, 880);
+  CHECK_EQUAL(segments[1].size_bytes, 320);
+  fdp_span_move(&all, 1, flat);
+  CHECK(all.sums[0].sources[1] == NULL && all.sums[1].sources[1] == flat + 80);
+  CHECK(all.sums[1].sources[0] == first + 20);
+  fdp_span_sums_close(&all);
+  fdp_span_sums_close(&shard);
+}
+
+/* --- relays --- */
+
+/* Gathered and spread is the same as copied, whatever the strides. */
+static void test_relay(void) {
+  for (int32_t round = 0; round < 500; ++round) {
+    fdp_strided_copy copies[2], halves[2];
+    char *targets[2][2], *sources[2]; /* of each copy: copied at once, and relayed */
+    int64_t target_bytes[2];
+    for (int32_t i = 0; i < 2; ++i) {
+      fdp_strided_copy *copy = &copies[i];
+      int64_t target_origin, source_origin;
+      *copy = (fdp_strided_copy){.item_bytes = 1 + case_below(9),
+                                 .ndim = (int32_t)case_below(FDP_COPY_MAX_DIMS)};
+      if (copy->ndim > 3) copy->ndim = 3;
+      for (int32_t d = 0; d < copy->ndim; ++d) copy->shape[d] = 1 + case_below(5);
+      target_bytes[i] = case_strides(copy, 0, copy->target_strides_bytes, &target_origin);
+      int64_t source_bytes = case_strides(copy, 1, copy->source_strides_bytes, &source_origin);
+      sources[i] = malloc((size_t)source_bytes);
+      case_fill(sources[i], source_bytes);
+      for (int32_t way = 0; way < 2; ++way) targets[i][way] = calloc(1, (size_t)target_bytes[i]);
+      copy->source = sources[i] + source_origin;
+      copy->target = targets[i][0] + target_origin;
+    }
+    CHECK_EQUAL(fdp_ref_copy_strided(copies, 2, NULL), 0);
+    for (int32_t i = 0; i < 2; ++i) {
+      copies[i].target = targets[i][1] + ((char *)copies[i].target - targets[i][0]);
+    }
+    char *flat = malloc((size_t)fdp_relay_size_bytes(copies, 2));
+    fdp_relay_plan(copies, 2, FDP_RELAY_GATHER, flat, halves);
+    CHECK_EQUAL(fdp_ref_copy_strided(halves, 2, NULL), 0);
+    fdp_relay_plan(copies, 2, FDP_RELAY_SPREAD, flat, halves);
+    CHECK_EQUAL(fdp_ref_copy_strided(halves, 2, NULL), 0);
+    free(flat);
+    for (int32_t i = 0; i < 2; ++i) {
+      CHECK(memcmp(targets[i][0], targets[i][1], (size_t)target_bytes[i]) == 0);
+      for (int32_t way = 0; way < 2; ++way) free(targets[i][way]);
+      free(sources[i]);
+    }
+  }
+}
+
+/* --- who waits for whom --- */
+
+static fdp_status wait_for_semaphore(void *semaphore) {
+  while (sem_wait(semaphore) != 0) continue;
+  return FDP_OK;
+}
+
+static bool has_passed(const rig *ranks, int32_t rank, int64_t timeout_ms) {
+  fdp_device *device = ranks->devices[rank];
+  fdp_event *event = NULL;
+  CHECK_OK(device->ops->event_open(device, &event));
+  CHECK_OK(device->ops->event_record(device, event, ranks->streams[rank]));
+  fdp_status status = device->ops->event_synchronize(device, event, timeout_ms, NULL);
+  device->ops->event_close(device, event);
+  return status == FDP_OK;
+}
+
+enum { LATE = 2, RANKS = 4 };
+
+/* One rank's stream is busy. In a reduction, of which home is rank 0, the others are free as soon
+ * as their own gradients are read; in a broadcast, home is. So it stays for as many rounds as a
+ * pool has scratch for. */
+static void test_own_reads(rig_means means) {
+  rig ranks;
+  sem_t gate;
+  rig_open(&ranks, means);
+  sem_init(&gate, 0, 0);
+  rig_array sources[RANKS], flats[RANKS];
+  fdp_view views[RANKS], flat_views[RANKS];
+  const fdp_view *gradients[RANKS];
+  fdp_bucket *bucket = NULL;
+  for (int32_t r = 0; r < RANKS; ++r) {
+    sources[r] = rig_array_open(float32, 1, (int64_t[]){200}, RIG_ROWS, ranks.ids[r]);
+    flats[r] = rig_array_open(float32, 1, (int64_t[]){200}, RIG_ROWS, ranks.ids[r]);
+    views[r] = sources[r].view;
+    flat_views[r] = flats[r].view;
+    gradients[r] = &views[r];
+    rig_fill(&sources[r], r);
+  }
+  CHECK_OK(fdp_bucket_open(views, NULL, 1, &bucket));
+  CHECK_OK(fdp_device_host_enqueue(ranks.devices[LATE], ranks.streams[LATE], wait_for_semaphore,
+                                   &gate));
+  for (int32_t round = 0; round < FDP_POOL_DEPTH; ++round) {
+    CHECK_OK(fdp_bucket_reduce(ranks.context, bucket, gradients, ranks.streams, RANKS,
+                               &flat_views[0], ranks.streams[0]));
+    CHECK(has_passed(&ranks, 1, 10000));
+    CHECK(has_passed(&ranks, 3, 10000));
+    CHECK(!has_passed(&ranks, 0, 1));
+  }
+  sem_post(&gate);
+  rig_finish(&ranks);
+  CHECK_OK(fdp_device_host_enqueue(ranks.devices[LATE], ranks.streams[LATE], wait_for_semaphore,
+                                   &gate));
+  for (int32_t round = 0; round < FDP_POOL_DEPTH; ++round) {
+    CHECK_OK(fdp_bucket_broadcast(ranks.context, bucket, views, ranks.streams[0], flat_views + 1,
+                                  ranks.streams + 1, RANKS - 1));
+    CHECK(has_passed(&ranks, 0, 10000));
+    CHECK(!has_passed(&ranks, LATE, 1));
+  }
+  sem_post(&gate);
+  rig_finish(&ranks);
+  fdp_bucket_close(bucket);
+  rig_close(&ranks);
+  for (int32_t r = 0; r < RANKS; ++r) {
+    rig_array_close(&sources[r]);
+    rig_array_close(&flats[r]);
+  }
+}
+
+/* --- host memory among GPUs --- */
+
+/* From the host to GPUs whose streams are busy: the call returns all the same. And back: what the
+ * call brings to the host is there when it returns. */
+static void test_host_memory(rig_layout layout) {
+  rig ranks;
+  sem_t gate;
+  rig_open(&ranks, RIG_HOST);
+  sem_init(&gate, 0, 0);
+  int64_t shape[] = {12, 5}, part[] = {4, 5};
+  rig_array whole = rig_array_open(float32, 2, shape, layout, host);
+  rig_array back = rig_array_open(float32, 2, shape, layout, host);
+  rig_array parts[3];
+  fdp_view views[3];
+  rig_fill(&whole, 3);
+  for (int32_t r = 0; r < 3; ++r) {
+    parts[r] = rig_array_open(float32, 2, part, layout, ranks.ids[r]);
+    views[r] = parts[r].view;
+    CHECK_OK(fdp_device_host_enqueue(ranks.devices[r], ranks.streams[r], wait_for_semaphore,
+                                     &gate));
+  }
+  CHECK_OK(fdp_scatter(ranks.context, &whole.view, NULL, views, ranks.streams, 3, 0));
+  for (int32_t r = 0; r < 3; ++r) CHECK(!has_passed(&ranks, r, 1));
+  for (int32_t r = 0; r < 3; ++r) sem_post(&gate);
+  CHECK_OK(fdp_gather(ranks.context, views, ranks.streams, 3, &back.view, NULL, 0));
+  for (int64_t i = 0; i < 60; ++i) {
+    CHECK_EQUAL(rig_load(float32, rig_address(&back.view, i)), rig_value(3, i));
+  }
+  CHECK(rig_guards_hold(&back));
+  rig_finish(&ranks);
+  for (int32_t r = 0; r < 3; ++r) {
+    CHECK(rig_guards_hold(&parts[r]));
+    rig_array_close(&parts[r]);
+  }
+  rig_close(&ranks);
+  rig_array_close(&whole);
+  rig_array_close(&back);
+}
+
+/* --- peers that stall --- */
+
+/* The check leaves everything open when peers stall: kept here, to close it in their place. */
+static const fdp_device_ops *real_ops;
+static void *left_memory[8];
+static fdp_stream *left_streams[8];
+static fdp_event *left_events[8];
+static int32_t memory_count, stream_count, event_count;
+static bool stalls;
+
+static fdp_status take_noted(fdp_device *device, size_t size_bytes, void **address) {
+  fdp_status status = real_ops->memory_take(device, size_bytes, address);
+  if (stalls && status == FDP_OK) left_memory[memory_count++] = *address;
+  return status;
+}
+
+static fdp_status stream_noted(fdp_device *device, fdp_stream **stream) {
+  fdp_status status = real_ops->stream_open(device, stream);
+  if (stalls && status == FDP_OK) left_streams[stream_count++] = *stream;
+  return status;
+}
+
+static fdp_status event_noted(fdp_device *device, fdp_event **event) {
+  fdp_status status = real_ops->event_open(device, event);
+  if (stalls && status == FDP_OK) left_events[event_count++] = *event;
+  return status;
+}
+
+static fdp_status never(fdp_device *device, fdp_event *event, int64_t timeout_ms,
+                        const volatile int *abort_flag) {
+  if (!stalls) return real_ops->event_synchronize(device, event, timeout_ms, abort_flag);
+  return fdp_fail(FDP_TIMED_OUT, "not done within %d ms", (int)timeout_ms);
+}
+
+static int32_t warning_count;
+static char warning[FDP_MESSAGE_BYTES];
+
+static void sink(void *unused, fdp_log_level level, const char *message) {
+  (void)unused;
+  warning_count += level == FDP_LOG_WARNING;
+  strncpy(warning, message, sizeof warning - 1);
+}
+
+static void test_stall(void) {
+  fdp_device_host_options options = {.kind = FDP_DEVICE_CUDA, .timeout_ms = 20000};
+  const fdp_device_id ids[] = {{FDP_DEVICE_CUDA, 0}, {FDP_DEVICE_CUDA, 1}};
+  static fdp_device_ops stalling;
+  fdp_device *devices[2];
+  fdp_context *context = NULL;
+  fdp_party party;
+  CHECK_OK(fdp_context_open(&context));
+  for (; options.ordinal < 2; ++options.ordinal) {
+    CHECK_OK(fdp_device_host_open(&options, &devices[options.ordinal]));
+    real_ops = devices[options.ordinal]->ops;
+    stalling = *real_ops;
+    stalling.memory_take = stalling.pinned_take = take_noted;
+    stalling.stream_open = stream_noted;
+    stalling.event_open = event_noted;
+    stalling.event_synchronize = never;
+    devices[options.ordinal]->ops = &stalling;
+    CHECK_OK(fdp_context_adopt(context, devices[options.ordinal]));
+  }
+  fdp_log_open(sink, NULL, FDP_LOG_WARNING);
+  stalls = true;
+  for (int32_t i = 0; i < 2; ++i) {
+    CHECK_OK(fdp_context_party(context, ids[0], NULL, ids, NULL, 2, &party));
+    CHECK_TEXT(party.transport->ops->name, "host");
+    CHECK_EQUAL(warning_count, 1);
+    CHECK_TEXT(warning, "cuda:0 and cuda:1 failed the check of peer copies: not done within 20000 "
+               "ms");
+  }
+  stalls = false;
+  fdp_log_open(NULL, NULL, FDP_LOG_OFF);
+  CHECK_EQUAL(memory_count, 3);
+  for (int32_t i = 0; i < stream_count; ++i) real_ops->stream_close(devices[0], left_streams[i]);
+  for (int32_t i = 0; i < event_count; ++i) real_ops->event_close(devices[0], left_events[i]);
+  for (int32_t i = 0; i < memory_count; ++i) real_ops->memory_drop(devices[0], left_memory[i]);
+  fdp_context_close(context);
+}
+
+void test_transports(void) {
+  test_fill();
+  test_shards();
+  test_cut();
+  test_relay();
+  test_own_reads(RIG_PEER);
+  test_own_reads(RIG_HOST);
+  for (int32_t layout = 0; layout < RIG_EXPANDED; ++layout) test_host_memory((rig_layout)layout);
+  test_stall();
+}
