@@ -34,11 +34,15 @@ class Weighted(nn.Module):
 
 
 def terms(ranks, dtype, seed):
-    """One row per rank, of very different sizes."""
+    """One row per rank, of very different sizes; half of the second takes back the first, so that
+    what was rounded off is seen."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(ranks, TOTAL, generator=generator)
-    exponents = torch.randint(-6, 7, (ranks, TOTAL), generator=generator)
-    return (values * torch.exp2(exponents)).to(dtype)
+    values = torch.randn(ranks, TOTAL, dtype=torch.float64, generator=generator)
+    exponents = torch.randint(-10, 11, (ranks, TOTAL), generator=generator)
+    rows = (values * torch.exp2(exponents)).to(dtype)
+    if ranks > 2:
+        rows[1, ::2] = -rows[0, ::2]
+    return rows
 
 
 def summed(rows):

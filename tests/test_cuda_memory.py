@@ -1,0 +1,151 @@
+"""What a wrapper holds on GPUs: the same after a thousand steps as after a hundred, nothing when it
+is gone, and nothing at all on a GPU that it was not given."""
+
+import gc
+import os
+import threading
+import time
+
+import cuda_child
+import pytest
+import torch
+from conftest import no_cuda_reason
+from cuda_steps import STEPS, Steps
+from torch import nn
+
+import fastdp
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(no_cuda_reason() is not None, reason=str(no_cuda_reason())),
+]
+
+# The driver hands memory out in pieces of 2 MiB; a leak of one buffer per step takes hundreds.
+GRANULE_BYTES = 2 * 2**20
+
+
+@pytest.fixture(params=[(0, 0), (0, 1)], ids=str)
+def ids(request):
+    if max(request.param) >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    return list(request.param)
+
+
+def live_events():
+    return sum(isinstance(thing, torch.cuda.Event) for thing in gc.get_objects())
+
+
+class Held:
+    """What is held once all GPUs are idle. The last steps are always of the same kinds."""
+
+    def __init__(self, steps):
+        for name in STEPS:
+            steps.take(name)
+        steps.wait()
+        gc.collect()
+        self.allocated = [torch.cuda.memory_allocated(device) for device in steps.devices]
+        self.reserved = [torch.cuda.memory_reserved(device) for device in steps.devices]
+        self.free = [torch.cuda.mem_get_info(device)[0] for device in steps.devices]
+        self.threads = len(os.listdir("/proc/self/task"))
+        self.events = live_events()
+
+
+def test_a_thousand_steps_hold_no_more_than_a_hundred(ids):
+    steps = Steps(ids, layers=4)
+
+    def run(count):
+        for k in range(count):
+            steps.take(STEPS[k % len(STEPS)])
+            if k % 50 == 0:
+                steps.wait()  # how far Python runs ahead is no question of this test
+
+    run(100)
+    before = Held(steps)
+    run(900)
+    after = Held(steps)
+    assert after.allocated == before.allocated
+    assert after.reserved == before.reserved
+    assert after.threads == before.threads
+    assert after.events <= before.events
+    for device, was, now in zip(steps.devices, before.free, after.free):
+        assert was - now <= GRANULE_BYTES, f"{device}: {was - now} bytes less are free"
+
+
+def test_a_wrapper_that_is_gone_holds_nothing(ids):
+    def replicas():
+        return [t for t in threading.enumerate() if t.name.startswith("fastdp-replica")]
+
+    gc.collect()
+    threads = set(replicas())
+    devices = [torch.device("cuda", index) for index in dict.fromkeys(ids)]
+    module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(devices[0])
+    x = torch.ones(4, 256, device=devices[0])
+    module(x).sum().backward()  # cuBLAS takes its workspace
+    module.zero_grad(set_to_none=True)
+    torch.nn.Linear(256, 256).to(devices[-1])(x.to(devices[-1])).sum().backward()
+    for warm in (True, False):  # streams of the second wrapper have their workspaces from the first
+        for device in devices:
+            torch.cuda.synchronize(device)
+        before = [torch.cuda.memory_allocated(device) for device in devices]
+        dp = fastdp.DataParallel(module, device_ids=ids, bucket_bytes=300_000)
+        for _ in range(3):
+            dp(x).sum().backward()
+        with torch.no_grad():
+            dp(x)
+        for device in devices:
+            torch.cuda.synchronize(device)
+        module.zero_grad(set_to_none=True)
+        del dp  # no collection: it must not be in a cycle
+        after = [torch.cuda.memory_allocated(device) for device in devices]
+        assert warm or after == before
+    deadline = time.monotonic() + 5
+    while set(replicas()) - threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not set(replicas()) - threads
+
+
+def test_peak_on_the_first_gpu():
+    """The bare module's, one set of buckets, and what DistributedDataParallel takes besides."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    module = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))).to("cuda:0")
+    set_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    x = torch.ones(8, 1024, device="cuda:0")
+
+    def peak(call):
+        for _ in range(3):
+            torch.cuda.synchronize(0)
+            torch.cuda.reset_peak_memory_stats(0)
+            call(x).sum().backward()
+            module.zero_grad(set_to_none=True)
+        torch.cuda.synchronize(0)
+        return torch.cuda.max_memory_allocated(0)
+
+    bare = peak(module)
+    free = torch.cuda.mem_get_info(0)[0]
+    reserved = torch.cuda.memory_reserved(0)
+    wrapped = peak(fastdp.DataParallel(module, device_ids=[0, 1], bucket_bytes=2**22))
+    assert wrapped - bare <= 2 * set_bytes
+    # What the core takes from the driver itself; and torch's contexts of peers, once.
+    beside = free - torch.cuda.mem_get_info(0)[0] - (torch.cuda.memory_reserved(0) - reserved)
+    assert wrapped - bare + beside <= 2 * set_bytes + 256 * 2**20
+
+
+@pytest.fixture(scope="module")
+def children():
+    started = {(0, 0): cuda_child.start("contexts", [0, 0])}
+    if torch.cuda.device_count() > 1:
+        started[1, 1] = cuda_child.start("contexts", [1, 1])
+    yield started
+    cuda_child.stop(started.values())
+
+
+@pytest.mark.parametrize("pair", [(0, 0), (1, 1)], ids=str)
+def test_only_listed_gpus_get_a_context(children, pair):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: one of them not listed")
+    found = cuda_child.answer(children[pair])
+    assert found["wrong"] == []
+    assert pair[0] in found["bare"], "the context that must be seen is not seen"
+    assert found["wrapped"] == found["bare"]
+    assert found["bare"] == [pair[0]], "torch itself touches the other GPU here"
