@@ -26,7 +26,11 @@ PRIVATE = {
 def as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     """The tensor as an `nn.Parameter` that does not require grad itself: a Function that returns it
     makes it a non-leaf parameter with a grad_fn. Shares memory and version counter."""
-    return torch.Tensor._make_subclass(torch.nn.Parameter, tensor, False)
+    if type(tensor) is not torch.nn.Parameter:  # a subclass may have a detach of its own
+        return torch.Tensor._make_subclass(torch.nn.Parameter, tensor, False)
+    alias = tensor.detach()
+    become_parameter(alias)
+    return alias
 
 
 def become_parameter(tensor: torch.Tensor) -> None:

@@ -107,7 +107,7 @@ class Bucket:
         come rank by rank, None where there is none."""
         count = self.count
         rows = [tuple(gradients[i : i + count]) for i in range(0, len(gradients), count)]
-        if _are_ordinary(gradients):
+        if _are_ordinary(gradients, self.dtype):
             result = self._slots_of_sums(tuple(rows), flat)
         else:
             result = self._mixed_sums(rows, flat)
@@ -143,13 +143,12 @@ class Bucket:
         return list(self._slots(flat))
 
 
-def _are_ordinary(gradients: Sequence[Optional[torch.Tensor]]) -> bool:
-    """Whether none is sparse, nor lazily conjugated or negated."""
-    return not any(
-        gradient is not None
-        and (gradient.layout is not torch.strided or gradient.is_neg() or gradient.is_conj())
-        for gradient in gradients
-    )
+def _are_ordinary(gradients: Sequence[Optional[torch.Tensor]], dtype: torch.dtype) -> bool:
+    """Whether none is sparse, nor lazily negated or conjugated."""
+    strided = torch.strided
+    if dtype.is_complex and any(g is not None and g.is_conj() for g in gradients):
+        return False
+    return not any(g is not None and (g.layout is not strided or g.is_neg()) for g in gradients)
 
 
 def _is_sparse(gradient: Optional[torch.Tensor]) -> bool:
