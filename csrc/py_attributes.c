@@ -139,7 +139,8 @@ static int sync_attributes(fdp_replica *replica, Py_ssize_t m, PyObject *base_di
   for (int which = 0; which < 2; which++) {
     key = added_key(replica, base_dict, which);
     if (key == NULL) continue;
-    if (!PyDict_Next(dict, &own_position, &own_key, &current) || !fdp_replica_same_key(key, own_key))
+    if (!PyDict_Next(dict, &own_position, &own_key, &current) ||
+        !fdp_replica_same_key(key, own_key))
       return 0;
     if (write_attribute(replica, m, dict, key, Py_None, current, trash) < 0) return -1;
   }
