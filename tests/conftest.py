@@ -33,6 +33,11 @@ def pytest_configure(config):
         "slow: takes more than a few seconds",
     ):
         config.addinivalue_line("markers", line)
+    # For the GPU cases: TF32 rounds what the tests take for exact, and two runs of one convolution
+    # are compared.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
 
 
 def pytest_report_header(config):
@@ -60,6 +65,12 @@ class Impl:
         if self.home.type == "cpu":
             return ["cpu"] * n
         return [rank % self.gpus for rank in range(n)]
+
+    def device(self, rank):
+        """Where replica `rank` is; the oracle's are all on the host."""
+        if self.home.type == "cpu":
+            return self.home
+        return torch.device("cuda", rank % self.gpus)
 
     @property
     def home_id(self):

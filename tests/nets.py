@@ -102,8 +102,9 @@ def grads(module):
 
 
 def by_hand(module, x, n, clone=copy.deepcopy):
-    """(output, gradients by name, copy 0 of the module) of n clones of `module` on chunks of x."""
-    copies = [clone(module) for _ in x.chunk(n)]
+    """(output, gradients by name, copy 0 of the module) of n clones of `module` on chunks of x,
+    where x is. A clone is moved even if it is there already: that lays out an RNN's weights."""
+    copies = [clone(module).to(x.device) for _ in x.chunk(n)]
     outputs = [replica(chunk) for replica, chunk in zip(copies, x.chunk(n), strict=True)]
     output = torch.cat(outputs)
     output.sum().backward()
@@ -116,9 +117,10 @@ def by_hand(module, x, n, clone=copy.deepcopy):
 
 
 def check_against_hand(impl, module, x, n, bound=None, clone=copy.deepcopy):
-    """Forward and backward of the wrapped `module` are those of `by_hand`; returns (wrapper, copy 0
-    of the reference). `bound` None asks for equality."""
-    want, want_grads, reference = by_hand(module, x, n, clone)
+    """Forward and backward of the wrapped `module` are those of `by_hand` on its home device: the
+    host's rounding is not a GPU's (CUDA's weight_norm has a square root of single precision).
+    Returns (wrapper, copy 0 of the reference). `bound` None asks for equality."""
+    want, want_grads, reference = by_hand(module, x.to(impl.home), n, clone)
     wrapped = impl.wrap(module, n)
     got = wrapped(x)
     got.sum().backward()

@@ -85,7 +85,8 @@ def test_two_wrappers_in_two_threads(impl):
 def test_calls_inside_calls(impl):
     inner_module, plain = Net(seed=3), Net(seed=3)
     inner = impl.wrap(inner_module, 2)
-    module = Apply(lambda s, x: s.lin(x) + s.box[0](x))
+    # In a list it is no child: every replica calls the one wrapper, whose outputs are on its home.
+    module = Apply(lambda s, x: s.lin(x) + s.box[0](x).to(x.device))
     module.box = [inner]
     x, z = ints(8, 3, grad=True), ints(8, 3, grad=True)
     seen = []
@@ -109,7 +110,7 @@ def test_a_wrapper_called_by_its_own_replica(impl):
     def forward(self, x, deep=0):
         if deep:
             return self.lin(x)
-        return self.box[0](x, deep=1) + self.lin(x)
+        return self.box[0](x, deep=1).to(x.device) + self.lin(x)
 
     module = Apply(forward)
     dp = impl.wrap(module, 2)

@@ -166,7 +166,9 @@ def test_buffers_that_share_storage(impl):
 @row("F: weights made under inference mode")
 def test_weights_made_under_inference_mode(fast):
     with torch.inference_mode():
-        module = linear()
+        # Moved later, outside, they would lack a version counter: torch's own modules fail so too.
+        module = linear().to(fast.home)
+    assert module.weight.is_inference()
     dp = fast.wrap(module, 2)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():

@@ -177,6 +177,14 @@ def test_autograd_grad_inside_forward(impl):
     same(module.lin.weight.grad, plain.lin.weight.grad)
 
 
+@row("mutant: backward with inputs=, which visits only a part of the graph")
+def test_backward_with_inputs(impl):
+    module, plain = Net(), Net()
+    impl.wrap(module, 2)(ints(4, 3)).sum().backward(inputs=[module.first.weight])
+    plain(ints(4, 3)).sum().backward(inputs=[plain.first.weight])
+    same(grads(module), grads(plain))
+
+
 @row("D: backward / zero_grad inside forward")
 def test_zero_grad_inside_forward_warns(impl):
     module = Apply(lambda s, x: s.zero_grad() or s.lin(x))
@@ -301,7 +309,9 @@ def test_inf_and_nan_pass_unchanged(impl, value):
 @row("D: gradients of buffers; K: buffers_requiring_grad")
 def test_buffer_that_requires_grad(impl):
     module = Apply(lambda s, x: s.lin(x) * s.scale)
-    module.register_buffer("scale", torch.tensor([2.0, 3.0]).double().requires_grad_())
+    # Made at home: `to` moves a buffer under autograd, so what it gives is no leaf.
+    scale = torch.tensor([2.0, 3.0], device=impl.home).double().requires_grad_()
+    module.register_buffer("scale", scale)
     impl.wrap(module, 2)(ints(4, 3)).sum().backward()
     same(module.scale.grad, linear()(ints(4, 3)).sum(0))
     close(module.lin.bias.grad, torch.tensor([8.0, 12.0]).double())
@@ -312,8 +322,9 @@ def test_buffer_that_requires_grad(impl):
 def test_buffers_that_require_grad_alone(impl, frozen):
     """No parameter shares their bucket: none is there, or none of their dtype."""
     module = Apply(lambda s, x: s.lin(x) * s.scale + s.shift)
-    module.register_buffer("scale", torch.tensor([2.0, 3.0], requires_grad=True))
-    module.register_buffer("shift", torch.tensor([1.0, 1.0]).double().requires_grad_())
+    scale, shift = torch.tensor([[2.0, 3.0], [1.0, 1.0]], device=impl.home)
+    module.register_buffer("scale", scale.clone().requires_grad_())
+    module.register_buffer("shift", shift.double().requires_grad_())
     module.lin.requires_grad_(not frozen)
     impl.wrap(module, 2)(ints(4, 3)).sum().backward()
     same(module.scale.grad, linear()(ints(4, 3)).sum(0).float())

@@ -55,7 +55,7 @@ def test_loss_on_a_tensor_caught_by_a_hook(impl):
     module.first.register_forward_hook(lambda m, a, out: caught.append(out))
     impl.wrap(module, 2)(x := ints(4, 3))
     assert len(caught) == 2
-    sum((t**2).sum() for t in caught).backward()
+    sum((t**2).sum().to(impl.home) for t in caught).backward()
     (plain.first(x) ** 2).sum().backward()
     same(module.first.weight.grad, plain.first.weight.grad)
     same(module.first.bias.grad, plain.first.bias.grad)
@@ -97,10 +97,10 @@ class Exchange(nn.Module):
             mean = self.outboxes[rank].get(timeout=20)
         else:
             parts = [(x.sum(), x.numel())] + [self.inbox.get(timeout=20) for _ in range(2)]
-            mean = sum(p[0] for p in parts) / sum(p[1] for p in parts)
+            mean = sum(p[0].to(x.device) for p in parts) / sum(p[1] for p in parts)
             for box in self.outboxes[1:]:
                 box.put(mean)
-        return x - mean
+        return x - mean.to(x.device)
 
 
 @row("L 4: replicas wait for each other inside forward, with gradient across replicas")

@@ -34,7 +34,8 @@ def test_subclass_with_own_chunk_sizes(impl):
         def scatter(self, inputs, kwargs, device_ids):
             assert list(device_ids) == list(self.device_ids)
             first, rest = inputs[0][:1], inputs[0][1:]
-            return ((first,), (rest,)), (kwargs, kwargs)
+            rows = (first.to(impl.device(0)),), (rest.to(impl.device(1)),)
+            return rows, (kwargs, kwargs)
 
     module, plain = Net(), Net()
     module.register_forward_pre_hook(lambda m, a: sizes.append(a[0].size(0)))
@@ -57,6 +58,8 @@ def test_subclass_with_own_gather(impl):
     for _ in range(12):
         outputs = dp(ints(6, 3))
     assert type(outputs) is list and [o.shape for o in outputs] == [(2, 2)] * 3
+    assert [o.device for o in outputs] == [impl.device(rank) for rank in range(3)]
+    outputs = [o.to(impl.home) for o in outputs]
     same(torch.cat(outputs), plain(ints(6, 3)))
     sum(o.sum() for o in outputs).backward()
     plain(ints(6, 3)).sum().backward()
@@ -93,8 +96,8 @@ class DataListParallel:
     """PyG's wrapper: takes a list of items, and walks the four steps by hand."""
 
     @staticmethod
-    def of(api):
-        class Parallel(api.DataParallel):
+    def of(impl):
+        class Parallel(impl.api.DataParallel):
             def forward(self, data_list):
                 if not self.device_ids or len(self.device_ids) == 1:
                     return self.module(torch.cat(data_list).to(self.src_device_obj))
@@ -108,7 +111,7 @@ class DataListParallel:
             def scatter(self, data_list, device_ids):
                 count = min(len(device_ids), len(data_list))
                 parts = [data_list[i::count] for i in range(count)]
-                return [(torch.cat(part).to(self.src_device_obj),) for part in parts]
+                return [(torch.cat(p).to(impl.device(rank)),) for rank, p in enumerate(parts)]
 
         return Parallel
 
@@ -116,7 +119,7 @@ class DataListParallel:
 @row("B: PyG Data lists; L 3: forward calls the four steps by hand")
 def test_forward_written_by_hand(impl):
     module, plain = Net(), Net()
-    dp = impl.wrap_as(DataListParallel.of(impl.api), module, 3)
+    dp = impl.wrap_as(DataListParallel.of(impl), module, 3)
     items = [ints(1, 3, seed=k) for k in range(5)]
     for _ in range(3):
         out = dp(items)
@@ -141,6 +144,6 @@ def test_replicas_held_by_hand_are_not_refreshed(impl):
         module.weight += 1
     for _ in range(3):
         same(dp(x), module(x.to(impl.home)))
-    same(held[1](x.to(impl.home)), old)
+    same(held[1](x.to(impl.device(1))), old)
     held[1].weight.sum().backward()
     same(module.weight.grad, torch.ones(2, 3).double())

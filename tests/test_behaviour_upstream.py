@@ -39,22 +39,25 @@ def test_one_training_step_of_an_lstm(impl):
 @row("K: test_parallel_apply")
 @pytest.mark.parametrize("bare", [True, False])
 def test_parallel_apply(impl, bare):
-    modules = [linear(k).to(impl.home) for k in range(2)]
-    tensors = [ints(2, 3, seed=k).to(impl.home) for k in range(2)]
+    modules = [linear(k).to(impl.device(k)) for k in range(2)]
+    tensors = [ints(2, 3, seed=k).to(impl.device(k)) for k in range(2)]
     inputs = tensors if bare else [(t,) for t in tensors]
     outputs = impl.api.parallel_apply(modules, inputs, None, impl.ids(2))
     assert isinstance(outputs, list)
     for k, out in enumerate(outputs):
         same(out, linear(k)(ints(2, 3, seed=k)))
-        assert out.device == impl.home
+        assert out.device == impl.device(k)
 
 
 @row("K: test_parallel_apply: keywords, one module, wrong lengths")
 def test_parallel_apply_arguments(impl):
     run = impl.api.parallel_apply
-    module = Apply(lambda s, x, k=1: s.lin(x) * k).to(impl.home)
-    x = ints(2, 3).to(impl.home)
-    outputs = run([module, module], [x, x], [{"k": 2}, {}], impl.ids(2))
+    forward = lambda s, x, k=1: s.lin(x) * k  # noqa: E731
+    (module, other), (x, y) = (
+        [made.to(impl.device(rank)) for rank, made in enumerate(pair)]
+        for pair in ((Apply(forward), Apply(forward)), (ints(2, 3), ints(2, 3)))
+    )
+    outputs = run([module, other], [x, y], [{"k": 2}, {}], impl.ids(2))
     same(outputs, [2 * linear()(ints(2, 3)), linear()(ints(2, 3))])
     same(run([module], [x], None, impl.ids(1)), [linear()(ints(2, 3))])
     for wrong in (([x], None, None), ([x, x], [{}], None), ([x, x], None, impl.ids(1))):
@@ -64,10 +67,10 @@ def test_parallel_apply_arguments(impl):
 
 @row("K: test_parallel_apply_autocast")
 def test_parallel_apply_under_autocast(impl):
-    modules = [linear(k).float().to(impl.home) for k in range(2)]
-    x = ints(2, 3).float().to(impl.home)
+    modules = [linear(k).float().to(impl.device(k)) for k in range(2)]
+    inputs = [ints(2, 3).float().to(impl.device(k)) for k in range(2)]
     with torch.autocast(impl.home.type, dtype=torch.bfloat16):
-        outputs = impl.api.parallel_apply(modules, [x, x], None, impl.ids(2))
+        outputs = impl.api.parallel_apply(modules, inputs, None, impl.ids(2))
     for k, out in enumerate(outputs):
         same(out, linear(k)(ints(2, 3)).bfloat16())
 
@@ -187,8 +190,9 @@ def test_scatter_and_its_derivatives(impl, shape, n):
     assert [c.shape for c in chunks] == [c.shape for c in x.chunk(n)]
     for got, want in zip(chunks, x.chunk(n), strict=True):
         same(got, want)
-        assert got.device == impl.home and got.requires_grad
-    sum((c**2).sum() * (k + 1) for k, c in enumerate(chunks)).backward()
+        assert got.requires_grad
+    assert [c.device for c in chunks] == [impl.device(rank) for rank in range(len(chunks))]
+    sum((c**2).sum().to(impl.home) * (k + 1) for k, c in enumerate(chunks)).backward()
     weights = torch.cat([torch.full_like(c, 2.0 * (k + 1)) for k, c in enumerate(x.chunk(n))])
     same(x.grad, weights * x)
     double = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
@@ -199,10 +203,11 @@ def test_scatter_and_its_derivatives(impl, shape, n):
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3, 2), (0, 2)])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_gather_and_its_derivatives(impl, sizes, dim):
-    make = lambda grad: [  # noqa: E731
-        (ints(k, 3) if dim == 0 else ints(3, k)).to(impl.home).requires_grad_(grad) for k in sizes
+    make = lambda place: [  # noqa: E731
+        (ints(k, 3) if dim == 0 else ints(3, k)).to(place(rank)).requires_grad_()
+        for rank, k in enumerate(sizes)
     ]
-    parts, twins = make(True), make(True)
+    parts, twins = make(impl.device), make(lambda rank: impl.home)
     out = impl.api.gather(parts, impl.home_id, dim)
     same(out, torch.cat(twins, dim))
     weights = ints(*out.shape, seed=5).to(out)
@@ -211,13 +216,13 @@ def test_gather_and_its_derivatives(impl, sizes, dim):
     for part, twin in zip(parts, twins, strict=True):
         same(part.grad, twin.grad)
     doubles = [torch.randn(2, 2, dtype=torch.float64, requires_grad=True) for _ in sizes]
-    doubles = [d.detach().to(impl.home).requires_grad_() for d in doubles]
+    doubles = [d.detach().to(impl.device(k)).requires_grad_() for k, d in enumerate(doubles)]
     assert torch.autograd.gradgradcheck(lambda *t: impl.api.gather(t, impl.home_id, dim), doubles)
 
 
 @row("K: test_gather_cpu / test_gather_gpu: scalars become a vector")
 def test_gather_of_scalars(impl):
-    parts = [torch.tensor(float(k), device=impl.home, requires_grad=True) for k in range(3)]
+    parts = [torch.tensor(float(k), device=impl.device(k), requires_grad=True) for k in range(3)]
     with pytest.warns(UserWarning, match="scalars"):
         out = impl.api.gather(parts, impl.home_id)
     same(out, torch.tensor([0.0, 1.0, 2.0]))
@@ -241,9 +246,9 @@ def test_replicate(impl, kind, detach):
     replicas = impl.api.replicate(module, kind(impl.ids(3)), detach)
     assert isinstance(replicas, list) and len(replicas) == 3
     x = ints(2, 3)
-    for replica in replicas:
-        same(out := replica(x.to(impl.home)), Net()(x))
-        assert replica.first.weight.device == impl.home
+    for rank, replica in enumerate(replicas):
+        same(out := replica(x.to(impl.device(rank))), Net()(x))
+        assert replica.first.weight.device == impl.device(rank)
     if not detach:
         out.sum().backward()
         plain = Net()
@@ -264,7 +269,7 @@ def test_replicate_buffers(impl):
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             buffer, base = getattr(replica[1], name), getattr(module[1], name)
             same(buffer, base)
-            assert buffer.device == impl.home
+            assert buffer.device == impl.device(rank)
             assert (buffer.data_ptr() == base.data_ptr()) == (rank == 0)
 
 
