@@ -178,7 +178,11 @@ def test_out_of_memory_in_one_replica_then_a_smaller_batch(ids, rank):
 @gpu_test
 def test_out_of_memory_for_the_copies(ids):
     home, last = home_of(ids), torch.device("cuda", ids[-1])
-    module = nn.Linear(4096, 4096).to(home)  # 64 MiB
+    module = nn.Linear(4096, 4096)  # 64 MiB
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randint(-3, 4, parameter.shape))  # exact sums
+    module.to(home)
     dp = fastdp.DataParallel(module, device_ids=ids)
     x = torch.ones(4, 4096, device=home)
     for device in {home, last}:

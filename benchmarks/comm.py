@@ -1,0 +1,384 @@
+"""Each verb of fastdp.comm, and buckets of 161 tensors, beside torch's own ways and a bare copy.
+
+    python benchmarks/comm.py --devices 0,1                      two GPUs
+    python benchmarks/comm.py --devices 0,0 --sizes 1M,64M       two replicas on one GPU
+    FASTDP_TRANSPORT=host python benchmarks/comm.py              by another transport
+
+Every way moves the same bytes into memory that is there already (but for sums, whose results are
+new in every way), in turn, round after round. Device time is between two events on the first GPU,
+for some calls that were enqueued while all streams were held up: no host time is in it. Host time
+is what enqueuing took meanwhile. "bare copy" copies what has to move, and nothing else: from GPU to
+GPU, or within the one. GB/s counts those bytes; "of bare" is the bare copy's time over the way's.
+
+The last verbs move the 161 parameters of a ResNet-50 (width 64: 102 MB; 32: 28 MB) as one bucket,
+as a forward and a backward do. The kernels alone: benchmarks/kernels.c.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+
+import torch
+from torch.nn.parallel import comm as torch_comm
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+from measure import machine  # noqa: E402
+
+from fastdp import _C, comm  # noqa: E402
+
+OURS, BARE = "fastdp", "bare copy"
+SIZES = "4K,16K,64K,256K,512K,1M,2M,4M,8M,16M,64M,256M"
+MIB = 2**20
+MAX_CALLS = 20  # enqueued together
+TIMED_MS = 20.0  # as many calls as fill this, and no more
+
+
+class Job(NamedTuple):
+    """One verb on one size: name of the way -> call. `moved_bytes` is what must move."""
+
+    verb: str
+    size_bytes: int
+    moved_bytes: int
+    ways: Dict[str, Callable[[], Any]]
+
+
+class Timing(NamedTuple):
+    device_us: float
+    host_us: float
+
+
+class Clock:
+    """Times calls on some GPUs, apart on device and host."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = list(dict.fromkeys(devices))
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._streams = [torch.cuda.current_stream(device) for device in self._devices]
+        self._cycles_per_ms = self._calibrate()
+
+    def _calibrate(self) -> float:
+        cycles = 100_000_000
+        torch.cuda._sleep(cycles)  # the GPU wakes up
+        self._begin.record(self._streams[0])
+        torch.cuda._sleep(cycles)
+        self._end.record(self._streams[0])
+        self.wait()
+        return cycles / self._begin.elapsed_time(self._end)
+
+    def wait(self) -> None:
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+
+    def time(self, call: Callable[[], Any], calls: int, held_ms: float) -> Timing:
+        """All streams are held up for `held_ms`; then the calls run."""
+        self.wait()
+        home = self._streams[0]
+        torch.cuda._sleep(int(held_ms * self._cycles_per_ms))
+        self._begin.record(home)
+        for stream in self._streams[1:]:
+            stream.wait_event(self._begin)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        host_s = time.perf_counter() - start
+        for stream in self._streams[1:]:
+            home.wait_stream(stream)
+        self._end.record(home)
+        self.wait()
+        return Timing(
+            self._begin.elapsed_time(self._end) * 1e3 / calls, host_s * 1e6 / calls
+        )
+
+
+def race(job: Job, clock: Clock, rounds: int) -> List[Dict[str, Any]]:
+    """Each way once a round. One row per way; one that fails says so."""
+    timings: Dict[str, List[Timing]] = {}
+    plans, failed = {}, {}
+    for way, call in job.ways.items():
+        try:
+            for _ in range(3):
+                call()
+            first = clock.time(call, 2, 1.0)
+            calls = max(2, min(MAX_CALLS, round(TIMED_MS * 1e3 / max(first.device_us, 1.0))))
+            plans[way] = calls, 2e-3 * calls * first.host_us + 0.3
+            timings[way] = []
+        except (RuntimeError, ValueError, NotImplementedError, MemoryError) as error:
+            failed[way] = str(error).strip().splitlines()[0][:160]
+    for _ in range(rounds):
+        for way, (calls, held_ms) in plans.items():
+            timings[way].append(clock.time(job.ways[way], calls, held_ms))
+    rows = [_row(job, way, timings[way]) for way in plans]
+    bare_us = next((row["device_us"] for row in rows if row["way"] == BARE), None)
+    for row in rows:
+        row["of_bare"] = None if bare_us is None else bare_us / row["device_us"]
+    return rows + [_head(job, way) | {"failed": reason} for way, reason in failed.items()]
+
+
+def _head(job: Job, way: str) -> Dict[str, Any]:
+    return {"verb": job.verb, "size_bytes": job.size_bytes, "way": way}
+
+
+def _row(job: Job, way: str, timings: Sequence[Timing]) -> Dict[str, Any]:
+    device = sorted(timing.device_us for timing in timings)
+    last = len(device) - 1
+    median_us = statistics.median(device)
+    return _head(job, way) | {
+        "device_us": median_us,
+        "low_us": device[round(last * 0.1)],
+        "high_us": device[round(last * 0.9)],
+        "host_us": statistics.median(timing.host_us for timing in timings),
+        "gb_per_s": job.moved_bytes / median_us / 1e3,
+    }
+
+
+# The jobs. `devices[0]` is home.
+
+Devices = Sequence[torch.device]
+
+
+def _new(size_bytes: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(size_bytes // 4, device=device)
+
+
+def _copies(pairs: Sequence[Any]) -> Callable[[], None]:
+    def call() -> None:
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+
+    return call
+
+
+def _are_distinct(devices: Devices) -> bool:
+    return len(set(devices)) == len(devices)
+
+
+def broadcast(size_bytes: int, devices: Devices) -> Job:
+    source = _new(size_bytes, devices[0])
+    out = [_new(size_bytes, device) for device in devices[1:]]
+    ways = {
+        BARE: _copies([(target, source) for target in out]),
+        OURS: lambda: comm.broadcast(source, out=out),
+        "torch.cuda.comm": lambda: torch_comm.broadcast(source, out=out),
+    }
+    if _are_distinct(devices):
+        ways["torch.cuda.nccl"] = lambda: torch.cuda.nccl.broadcast([source, *out])
+    return Job("broadcast", size_bytes, size_bytes * len(out), ways)
+
+
+def reduce_add(size_bytes: int, devices: Devices) -> Job:
+    inputs = [_new(size_bytes, device) for device in devices]
+    landing = [_new(size_bytes, devices[0]) for _ in devices[1:]]
+    home = devices[0].index
+    ways = {
+        BARE: _copies(list(zip(landing, inputs[1:]))),
+        OURS: lambda: comm.reduce_add(inputs, home),
+        "torch.cuda.comm": lambda: torch_comm.reduce_add(inputs, home),
+    }
+    if _are_distinct(devices):
+        ways["torch.cuda.nccl"] = lambda: torch.cuda.nccl.reduce(
+            inputs, torch.empty_like(inputs[0]), 0
+        )
+    return Job("reduce_add", size_bytes, size_bytes * len(landing), ways)
+
+
+def scatter(size_bytes: int, devices: Devices) -> Job:
+    """Every piece is written, that of the first GPU too."""
+    whole = _new(size_bytes, devices[0])
+    pieces = list(whole.chunk(len(devices)))
+    out = [torch.empty_like(piece, device=d) for piece, d in zip(pieces, devices)]
+    ways = {
+        BARE: _copies(list(zip(out, pieces))),
+        OURS: lambda: comm.scatter(whole, out=out),
+        "torch.cuda.comm": lambda: torch_comm.scatter(whole, out=out),
+    }
+    return Job("scatter", size_bytes, size_bytes, ways)
+
+
+def gather(size_bytes: int, devices: Devices) -> Job:
+    out = _new(size_bytes, devices[0])
+    pieces = list(out.chunk(len(devices)))
+    tensors = [torch.empty_like(piece, device=d) for piece, d in zip(pieces, devices)]
+    ways = {
+        BARE: _copies(list(zip(pieces, tensors))),
+        OURS: lambda: comm.gather(tensors, out=out),
+        "torch.cuda.comm": lambda: torch_comm.gather(tensors, out=out),
+    }
+    return Job("gather", size_bytes, size_bytes, ways)
+
+
+def resnet50_shapes(width: int) -> List[Sequence[int]]:
+    """Those of the 161 parameters of torchvision's resnet50, whose width is 64."""
+    shapes: List[Sequence[int]] = [(width, 3, 7, 7), (width,), (width,)]
+    inputs = width
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        inner, outputs = width << stage, 4 * (width << stage)
+        for block in range(blocks):
+            for shape in ((inner, inputs, 1, 1), (inner, inner, 3, 3), (outputs, inner, 1, 1)):
+                shapes += [shape, shape[:1], shape[:1]]
+            if block == 0:
+                shapes += [(outputs, inputs, 1, 1), (outputs,), (outputs,)]
+            inputs = outputs
+    return [*shapes, (1000, inputs), (1000,)]
+
+
+def _parameters(width: int, device: torch.device) -> List[torch.Tensor]:
+    return [torch.ones(shape, device=device) for shape in resnet50_shapes(width)]
+
+
+def bucket_broadcast(width: int, devices: Devices) -> Job:
+    """Packs a bucket and moves it: a replica's tensors are views of where it arrives."""
+    tensors = tuple(_parameters(width, devices[0]))
+    bucket = _C.Bucket(tensors)
+    size_bytes = bucket.size_bytes
+    flats = tuple(_new(size_bytes, device) for device in devices[1:])
+    source = _new(size_bytes, devices[0])
+    ids = [device.index for device in devices]
+    ways = {
+        BARE: _copies([(flat, source) for flat in flats]),
+        OURS: lambda: bucket.broadcast(tensors, flats),
+    }
+    if _are_distinct(devices):
+        ways["torch.cuda.comm"] = lambda: torch_comm.broadcast_coalesced(tensors, ids)
+    moved_bytes = size_bytes * len(flats)
+    return Job(f"bucket broadcast, {len(tensors)} tensors", size_bytes, moved_bytes, ways)
+
+
+def bucket_reduce(width: int, devices: Devices) -> Job:
+    """Moves the gradients of all ranks and sums them into one bucket."""
+    rows = tuple(tuple(_parameters(width, device)) for device in devices)
+    bucket = _C.Bucket(rows[0])
+    size_bytes = bucket.size_bytes
+    flat = _new(size_bytes, devices[0])
+    others = [_new(size_bytes, device) for device in devices[1:]]
+    landing = [_new(size_bytes, devices[0]) for _ in others]
+    home = devices[0].index
+    ways = {
+        BARE: _copies(list(zip(landing, others))),
+        OURS: lambda: bucket.reduce(rows, flat),
+        "torch.cuda.comm": lambda: torch_comm.reduce_add_coalesced(rows, home),
+    }
+    moved_bytes = size_bytes * len(others)
+    return Job(f"bucket reduce, {len(rows[0])} tensors", size_bytes, moved_bytes, ways)
+
+
+VERBS = {each.__name__: each for each in (broadcast, reduce_add, scatter, gather)}
+BUCKETS = {each.__name__: each for each in (bucket_broadcast, bucket_reduce)}
+WIDTHS = (32, 64)
+
+
+# What is promised, of two distinct GPUs.
+
+
+def bars(rows: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """At 64 MiB 85 % of the bare copy's rate; from 0.5 to 8 MiB faster than NCCL."""
+    found = {(row["verb"], row["size_bytes"], row["way"]): row for row in rows}
+    results = []
+    for (verb, size_bytes, way), row in found.items():
+        if way != OURS or verb not in ("broadcast", "reduce_add") or "failed" in row:
+            continue
+        title = f"{verb} of {size_text(size_bytes)}"
+        if size_bytes == 64 * MIB and row["of_bare"] is not None:
+            results.append(_bar(f"{title}: share of the bare copy's rate", row["of_bare"], 0.85))
+        nccl = found.get((verb, size_bytes, "torch.cuda.nccl"), {}).get("device_us")
+        if MIB // 2 <= size_bytes <= 8 * MIB and nccl is not None:
+            times = nccl / row["device_us"]
+            results.append(_bar(f"{title}: NCCL's time over fastdp's", times, 1.0))
+    return results
+
+
+def _bar(name: str, measured: float, least: float) -> Dict[str, Any]:
+    return {"bar": name, "measured": measured, "least": least, "holds": measured >= least}
+
+
+# What is printed.
+
+
+def size_text(size_bytes: int) -> str:
+    for unit, name in ((MIB, "MB"), (1024, "KB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.4g} {name}"
+    return f"{size_bytes} B"
+
+
+def show(rows: Sequence[Dict[str, Any]]) -> None:
+    print(f"\n{rows[0]['verb']}, {size_text(rows[0]['size_bytes'])}")
+    columns = ("device us", "10 %", "90 %", "host us", "GB/s", "of bare")
+    print(f"{'':18}" + "".join(f"{column:>11}" for column in columns))
+    for row in rows:
+        if "failed" in row:
+            print(f"{row['way']:18}failed: {row['failed']}")
+            continue
+        keys = ("device_us", "low_us", "high_us", "host_us", "gb_per_s")
+        share = "" if row["of_bare"] is None else f"{100 * row['of_bare']:.0f} %"
+        figures = "".join(f"{row[key]:11.1f}" for key in keys)
+        print(f"{row['way']:18}{figures}{share:>11}", flush=True)
+
+
+def parse_size(text: str) -> int:
+    units = {"K": 1024, "M": MIB}
+    number, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1)
+    if not number.isdigit() or int(number) * unit % 1024:
+        raise ValueError(f"{text!r} is no whole number of KB or MB, such as 4K, 64M")
+    return int(number) * unit
+
+
+def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--devices", default="0,1", help="such as 0,1 or 0,0; the first is home")
+    parser.add_argument("--verbs", default=",".join([*VERBS, *BUCKETS]))
+    parser.add_argument("--sizes", default=SIZES, help=f"of the plain verbs (default {SIZES})")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args(arguments)
+    args.devices = [int(device) for device in args.devices.split(",")]
+    args.verbs = args.verbs.split(",")
+    for verb in args.verbs:
+        if verb not in VERBS and verb not in BUCKETS:
+            parser.error(f"--verbs: {verb!r} is not one of {', '.join([*VERBS, *BUCKETS])}")
+    try:
+        args.sizes = [parse_size(size) for size in args.sizes.split(",")]
+    except ValueError as error:
+        parser.error(f"--sizes: {error}")
+    if args.rounds < 1 or len(args.devices) < 2:
+        parser.error("--rounds must be at least 1, and --devices name two or more")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU; benchmarks/host_cost.py does not")
+    devices = [torch.device("cuda", index) for index in args.devices]
+    torch.cuda.set_device(devices[0])
+    where = machine()
+    where["gpu"] = torch.cuda.get_device_name(devices[0])
+    where["transport"] = os.environ.get("FASTDP_TRANSPORT", "auto")
+    print(json.dumps(where))
+    clock = Clock(devices)
+    rows: List[Dict[str, Any]] = []
+    for verb in args.verbs:
+        make = VERBS.get(verb) or BUCKETS[verb]
+        for size in args.sizes if verb in VERBS else WIDTHS:
+            taken = race(make(size, devices), clock, args.rounds)
+            torch.cuda.empty_cache()
+            show(taken)
+            rows += taken
+    promised = bars(rows)
+    print()
+    for bar in promised:
+        word = "holds" if bar["holds"] else "FAILS"
+        print(f"{word}: {bar['bar']} is {bar['measured']:.2f}, at least {bar['least']:g}")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"machine": where, "rows": rows, "bars": promised}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
