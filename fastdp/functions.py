@@ -102,7 +102,8 @@ def gather_tensors(
     tokens: Tensors,
     path: str,
 ) -> torch.Tensor:
-    """One tensor of the replicas' outputs, joined; `path` names it in errors."""
+    """One tensor of the replicas' outputs, joined in replica 0's dtype, as torch's gather joins
+    them; `path` names it in errors."""
     if dim == 0 and all(tensor.dim() == 0 for tensor in tensors):
         warnings.warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; will "
@@ -111,6 +112,8 @@ def gather_tensors(
         )
         tensors = [tensor.view(1) for tensor in tensors]
     _check_fit(tensors, dim, path)
+    dtype = tensors[0].dtype
+    tensors = [t if t.dtype == dtype else t.to(dtype) for t in tensors]
     dim = dim % tensors[0].dim()
     if _needs_node(tensors):
         return Gather.apply(device, dim, len(tensors), *tensors, *tokens)
@@ -125,7 +128,7 @@ def _check_fit(tensors: Sequence[torch.Tensor], dim: int, path: str) -> None:
             f"dimension {dim}"
         )
     for rank, tensor in enumerate(tensors):
-        if tensor.dtype != first.dtype:
+        if tensor.is_complex() != first.is_complex():
             raise RuntimeError(
                 f"{path} has dtype {first.dtype} on replica 0 but {tensor.dtype} on replica {rank}"
             )

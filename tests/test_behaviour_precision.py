@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from nets import CLOSE, Apply, Net, check_against_hand, close, grads, ints, linear, same
+from nets import CLOSE, Apply, Net, check_against_hand, close, grads, ints, linear, ranked, same
 from torch import nn
 
 row = pytest.mark.row
@@ -117,6 +117,34 @@ def test_half_models(impl, dtype):
     out.sum().backward()
     want.sum().backward()
     same(grads(module), grads(plain))
+
+
+DOUBLE, SINGLE, COMPLEX = torch.float64, torch.float32, torch.complex128
+
+
+@row("C: mixed / odd output dtypes: replica 0's decides")
+@pytest.mark.parametrize(
+    "first, second",
+    [(SINGLE, DOUBLE), (DOUBLE, torch.float16), (DOUBLE, torch.int32), (torch.int64, DOUBLE)],
+)
+def test_outputs_of_unlike_dtypes_are_converted(impl, first, second):
+    module = Apply(lambda s, x: s.lin(x * 1.5).to(first if x[0, 0] == 0 else second))
+    out, want = impl.wrap(module, 2)(ranked(2)), linear()(ranked(2) * 1.5)
+    assert out.dtype == first and out.requires_grad == first.is_floating_point
+    same(out, torch.cat([want[:1].to(first), want[1:].to(second).to(first)]))
+    if out.requires_grad:
+        out.sum().backward()
+        used = ranked(2) if second.is_floating_point else ranked(2)[:1]
+        same(module.lin.weight.grad, 1.5 * used.sum(0).expand(2, 3))
+
+
+@row("C: mixed / odd output dtypes: real and complex do not fit")
+@pytest.mark.parametrize("first, second", [(DOUBLE, COMPLEX), (COMPLEX, DOUBLE)])
+def test_real_beside_complex_outputs_are_refused(impl, first, second):
+    module = Apply(lambda s, x: s.lin(x).to(first if x[0, 0] == 0 else second))
+    text = "invalid size" if impl.is_oracle else f"dtype {first} on replica 0 but {second} on"
+    with pytest.raises(RuntimeError, match=text):
+        impl.wrap(module, 2)(ranked(2))
 
 
 # Autocast.

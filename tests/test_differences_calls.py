@@ -134,16 +134,6 @@ def test_none_on_some():
             call(OURS, none_on(rank), ranked())
 
 
-@row("tensors of different dtypes")
-def test_dtypes():
-    def forward(self, x):
-        return x.float() if rank_of(x) == 0 else x
-
-    assert call(THEIRS, forward, ranked()).dtype == torch.float32
-    with pytest.raises(RuntimeError, match="float32 on replica 0 but torch.float64 on replica 1"):
-        call(OURS, forward, ranked())
-
-
 @row("shapes, keys or lengths that do not fit")
 def test_what_does_not_fit():
     cases = {
