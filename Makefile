@@ -38,7 +38,15 @@ core-test:
 	@echo; echo "== The C core: plain, with address and undefined behaviour sanitizers, with threads'"
 	@command -v "$${CC:-gcc}" > /dev/null || { echo "fastdp: there is no C compiler (gcc)."; \
 	  echo "On Debian or Ubuntu: sudo apt-get install gcc libc6-dev"; exit 1; }
+	@# Compiled on all cores, run one after another: their deadlines are real time.
+	@$(MAKE) --no-print-directory -s -C tests/c -j$$(nproc) \
+	  $(foreach variant,test asan tsan,build/$(variant)/test_core)
 	@$(MAKE) --no-print-directory -C tests/c test asan tsan
+	@echo; echo "== The CUDA device over a runtime that fails on demand"
+	@mkdir -p build/core; cd tests/c; $${CC:-gcc} -std=c11 -D_GNU_SOURCE -DFDP_WITH_CUDA -g \
+	  -fsanitize=address,undefined -fno-sanitize-recover=undefined -Ifake_cuda fake_device.c \
+	  fake_cuda/fake_runtime.c ../../csrc/device_cuda*.c ../../csrc/status.c ../../csrc/env.c \
+	  -pthread -o ../../build/core/fake_device; ../../build/core/fake_device
 
 python-test: environment
 	@echo; echo "== The Python tests"
@@ -73,13 +81,20 @@ sanitizer-test: environment
 	  done; \
 	  exit $$result
 
-# A machine without a GPU can still compile all kernels, link them, and import the result.
+# A machine without a GPU can still compile all kernels, link them, and import the result. With a
+# GPU the kernels are also run, each against the same call in plain C.
 cuda-test: environment
 	@echo; echo "== The CUDA build"
 	@$(USE); if found=$$("$$python" build_tools/toolkit.py 2>&1); then \
 	  echo "$$found"; export FASTDP_CUDA=1; $(call BUILD_APART,build/cuda); \
 	  "$$python" -c 'import fastdp; assert fastdp.build_info()["cuda"], fastdp.build_info(); \
 	    print("built, linked and imported:", fastdp.__file__)'; \
+	  cd $(CURDIR)/build/cuda; nvcc=$$(cd $(CURDIR); "$$python" build_tools/toolkit.py --nvcc); \
+	  $${CC:-gcc} -std=c11 -D_GNU_SOURCE -O2 -c $(CURDIR)/kernels/ref*.c; \
+	  "$$nvcc" -std=c++17 -O2 -arch=native -DFDP_WITH_CUDA $(CURDIR)/tests/c/test_cuda.cu \
+	    $(CURDIR)/kernels/*.cu ref*.o -lpthread -o test_cuda; \
+	  if [ -e /dev/nvidiactl ]; then ./test_cuda; \
+	  else echo "test_cuda compiled; it was not run: there is no GPU"; fi; \
 	else echo "SKIPPED: $$found"; fi
 
 clean:

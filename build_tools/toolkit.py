@@ -1,6 +1,7 @@
 """Finds the CUDA toolkit that a build uses, and the architectures it compiles for.
 
-Used by setup.py. Run as a script it says what it found, or fails and says why nothing is usable.
+Used by setup.py. Run as a script it says what it found (with --nvcc: where), or fails and says why
+nothing is usable.
 Knows nothing of torch: an nvcc is all that a CUDA build needs.
 """
 
@@ -174,7 +175,10 @@ def main() -> None:
         probe(toolkit, Path("build"))
     except NotUsable as reason:
         sys.exit(str(reason))
-    print(f"CUDA {toolkit.release} ({toolkit.root}) for {toolkit.archs}")
+    if sys.argv[1:] == ["--nvcc"]:
+        print(toolkit.nvcc)
+    else:
+        print(f"CUDA {toolkit.release} ({toolkit.root}) for {toolkit.archs}")
 
 
 if __name__ == "__main__":
