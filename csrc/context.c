@@ -11,6 +11,7 @@
 #include "log.h"
 #include "transport_host.h"
 #include "transport_local.h"
+#include "transport_nccl.h"
 #include "transport_peer.h"
 #ifdef FDP_WITH_CUDA
 #include "device_cuda.h"
@@ -41,9 +42,12 @@ struct fdp_context {
 /* The order of preference. */
 static fdp_status open_transports(fdp_context *context) {
   fdp_transport **next = context->transports;
+  fdp_transport *peer = NULL;
   fdp_status status;
   FDP_TRY(fdp_transport_local_open(next++));
-  FDP_TRY(fdp_transport_peer_open(context->timeout_ms, next++));
+  FDP_TRY(fdp_transport_peer_open(context->timeout_ms, &peer));
+  *next++ = peer;
+  FDP_TRY(fdp_transport_nccl_open(context->timeout_ms, fdp_transport_peer_book(peer), next++));
   FDP_TRY(fdp_transport_host_open(next++));
 done:
   while (context->transports[context->transport_count]) context->transport_count += 1;

@@ -21,6 +21,7 @@ typedef struct book_entry {
 
 struct fdp_nccl_book {
   int64_t timeout_ms;
+  fdp_peer_book *peers;
   pthread_mutex_t mutex; /* guards all below */
   bool is_looked_for;
   bool is_found;
@@ -31,10 +32,11 @@ struct fdp_nccl_book {
   const fdp_nccl_set *last; /* what the last group ran on */
 };
 
-fdp_status fdp_nccl_book_open(int64_t timeout_ms, fdp_nccl_book **book) {
+fdp_status fdp_nccl_book_open(int64_t timeout_ms, fdp_peer_book *peers, fdp_nccl_book **book) {
   fdp_nccl_book *opened = calloc(1, sizeof *opened);
   if (!opened) return fdp_fail(FDP_OUT_OF_MEMORY, "nccl: no host memory");
   opened->timeout_ms = timeout_ms < FDP_NCCL_TIMEOUT_MS ? timeout_ms : FDP_NCCL_TIMEOUT_MS;
+  opened->peers = peers;
   pthread_mutex_init(&opened->mutex, NULL);
   *book = opened;
   return FDP_OK;
@@ -105,6 +107,21 @@ static bool repeats(const fdp_nccl_seats *seats) {
   return false;
 }
 
+/* NCCL 2.30 cannot connect GPUs that have different numbers of ranks ("Message truncated"). */
+static bool is_even(const fdp_nccl_seats *seats) {
+  int32_t first_count = 1, count = 1;
+  for (int32_t i = 1; i <= seats->count; ++i) {
+    if (i < seats->count && seats->devices[i] == seats->devices[i - 1]) {
+      count += 1;
+      continue;
+    }
+    if (i == count) first_count = count;
+    if (count != first_count) return false;
+    count = 1;
+  }
+  return true;
+}
+
 /* NVLS, on by default, breaks down with several ranks on a GPU, and NCCL notices only for some
  * lists of them. It reads its environment once, so it is not for fastdp to change. */
 static bool can_repeat_locked(const fdp_nccl_book *book, const fdp_nccl_seats *seats, char *reason,
@@ -158,10 +175,24 @@ static void keep_reason(book_entry *entry, fdp_status status) {
   fdp_log(FDP_LOG_WARNING, "%s", entry->reason);
 }
 
+static fdp_status check_peers(const fdp_nccl_book *book, const book_entry *entry) {
+  fdp_status status = FDP_OK;
+  for (int32_t i = 0; i < entry->count && !is_on("NCCL_P2P_DISABLE"); ++i) {
+    for (int32_t k = i + 1; k < entry->count; ++k) {
+      if (entry->devices[i] == entry->devices[k]) continue;
+      FDP_TRY(fdp_peer_book_trusts(book->peers, entry->devices[i], entry->devices[k]));
+    }
+  }
+done:
+  return status;
+}
+
 static fdp_status make_set_locked(fdp_nccl_book *book, book_entry *entry) {
   char devices[200], version[32];
-  fdp_status status = fdp_nccl_set_open(&book->library.table, entry->devices, entry->count,
-                                        book->timeout_ms, &entry->set);
+  fdp_status status = check_peers(book, entry);
+  if (status != FDP_OK) return status; /* the book of peers keeps it */
+  status = fdp_nccl_set_open(&book->library.table, entry->devices, entry->count, book->timeout_ms,
+                             &entry->set);
   if (status != FDP_OK) {
     keep_reason(entry, status);
     return status;
@@ -226,6 +257,7 @@ static fdp_status ready_locked(fdp_nccl_session *session, const fdp_endpoint *ho
     return fdp_fail(FDP_UNSUPPORTED, "%s", reason);
   }
   fdp_nccl_seats_plan(home, others, other_count, wants_many_ranks(), seats);
+  if (!is_even(seats)) fdp_nccl_seats_plan(home, others, other_count, false, seats);
   if (!can_repeat_locked(book, seats, reason, sizeof reason)) {
     return fdp_fail(FDP_UNSUPPORTED, "%s", reason);
   }

@@ -8,11 +8,14 @@
 #define FDP_NCCL_BOOK_H
 
 #include "nccl_set.h"
+#include "peer_check.h"
 
 typedef struct fdp_nccl_book fdp_nccl_book;
 
-/* `timeout_ms` bounds each wait on the host; FDP_NCCL_TIMEOUT_MS does as well. */
-fdp_status fdp_nccl_book_open(int64_t timeout_ms, fdp_nccl_book **book);
+/* `timeout_ms` bounds each wait on the host; FDP_NCCL_TIMEOUT_MS does as well. GPUs that `peers`
+ * (borrowed) found to corrupt or stall peer copies are not joined, as NCCL would make the same
+ * copies, unless NCCL_P2P_DISABLE is set. */
+fdp_status fdp_nccl_book_open(int64_t timeout_ms, fdp_peer_book *peers, fdp_nccl_book **book);
 void fdp_nccl_book_close(fdp_nccl_book *book);
 
 /* FDP_OK if NCCL can carry between them; FDP_UNSUPPORTED, with the reason, if not. The first time

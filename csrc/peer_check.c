@@ -17,6 +17,7 @@ static const int64_t sizes_bytes[] = {4, LARGEST_BYTES / 256, LARGEST_BYTES / 16
 
 typedef struct peer_pair {
   bool is_good;
+  bool reaches;
   char reason[200]; /* if it is not */
 } peer_pair;
 
@@ -231,6 +232,7 @@ static fdp_status look_at_locked(const fdp_peer_book *book, fdp_device *a, fdp_d
     return FDP_OK;
   }
   if (status != FDP_OK) return status;
+  pair->reaches = true;
   status = run_check(book, a, b);
   pair->is_good = status == FDP_OK;
   if (status != FDP_DEVICE_ERROR && status != FDP_TIMED_OUT) return status;
@@ -238,8 +240,9 @@ static fdp_status look_at_locked(const fdp_peer_book *book, fdp_device *a, fdp_d
   return FDP_OK;
 }
 
-fdp_status fdp_peer_book_allows(fdp_peer_book *book, fdp_device *a, fdp_device *b) {
-  if (a->id.ordinal > b->id.ordinal) return fdp_peer_book_allows(book, b, a);
+/* `found` is a copy of what is known. */
+static fdp_status look_up(fdp_peer_book *book, fdp_device *a, fdp_device *b, peer_pair *found) {
+  if (a->id.ordinal > b->id.ordinal) return look_up(book, b, a, found);
   if (a->id.ordinal < 0 || b->id.ordinal >= MAX_ORDINALS) {
     return fdp_fail(FDP_UNSUPPORTED, "only GPUs 0 to %d can be peers", MAX_ORDINALS - 1);
   }
@@ -255,9 +258,23 @@ fdp_status fdp_peer_book_allows(fdp_peer_book *book, fdp_device *a, fdp_device *
     *known = opened;
     opened = NULL;
   }
-  if (!(*known)->is_good) status = fdp_fail(FDP_UNSUPPORTED, "%s", (*known)->reason);
+  *found = **known;
 done:
   pthread_mutex_unlock(&book->mutex);
   free(opened);
   return status;
+}
+
+fdp_status fdp_peer_book_allows(fdp_peer_book *book, fdp_device *a, fdp_device *b) {
+  peer_pair pair;
+  fdp_status status = look_up(book, a, b, &pair);
+  if (status != FDP_OK || pair.is_good) return status;
+  return fdp_fail(FDP_UNSUPPORTED, "%s", pair.reason);
+}
+
+fdp_status fdp_peer_book_trusts(fdp_peer_book *book, fdp_device *a, fdp_device *b) {
+  peer_pair pair;
+  fdp_status status = look_up(book, a, b, &pair);
+  if (status != FDP_OK || pair.is_good || !pair.reaches) return status;
+  return fdp_fail(FDP_UNSUPPORTED, "%s", pair.reason);
 }

@@ -18,5 +18,7 @@ void fdp_peer_book_close(fdp_peer_book *book);
  * its own and waits on the host; nothing of the caller's is touched. Any other status is a failure
  * to find out. */
 fdp_status fdp_peer_book_allows(fdp_peer_book *book, fdp_device *a, fdp_device *b);
+/* The same, but a pair that does not reach is fine: FDP_UNSUPPORTED only if it failed the check. */
+fdp_status fdp_peer_book_trusts(fdp_peer_book *book, fdp_device *a, fdp_device *b);
 
 #endif

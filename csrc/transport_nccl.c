@@ -331,10 +331,11 @@ static const fdp_transport_ops nccl_ops = {
     .sum = nccl_sum_run,
 };
 
-fdp_status fdp_transport_nccl_open(int64_t timeout_ms, fdp_transport **transport) {
+fdp_status fdp_transport_nccl_open(int64_t timeout_ms, fdp_peer_book *peers,
+                                   fdp_transport **transport) {
   nccl_transport *opened = calloc(1, sizeof *opened);
   if (!opened) return fdp_fail(FDP_OUT_OF_MEMORY, "nccl: no host memory for the transport");
-  fdp_status status = fdp_nccl_book_open(timeout_ms, &opened->book);
+  fdp_status status = fdp_nccl_book_open(timeout_ms, peers, &opened->book);
   if (status != FDP_OK) {
     free(opened);
     return status;

@@ -11,13 +11,15 @@
  *
  * Replicas on one GPU share a rank of NCCL and are summed first. With NCCL 2.30 or newer, and
  * NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL_NVLS_ENABLE=0 set before NCCL is first used, each has a
- * rank of its own: slower, and there for tests on one GPU. */
+ * rank of its own, if all GPUs of the call have as many: slower, and there for tests on one GPU. */
 #ifndef FDP_TRANSPORT_NCCL_H
 #define FDP_TRANSPORT_NCCL_H
 
+#include "peer_check.h"
 #include "transport.h"
 
-/* `timeout_ms`: of fdp_nccl_book_open. Looks for no NCCL yet. */
-fdp_status fdp_transport_nccl_open(int64_t timeout_ms, fdp_transport **transport);
+/* `timeout_ms` and `peers`: of fdp_nccl_book_open. Looks for no NCCL yet. */
+fdp_status fdp_transport_nccl_open(int64_t timeout_ms, fdp_peer_book *peers,
+                                   fdp_transport **transport);
 
 #endif

@@ -3,7 +3,6 @@
 #include <stdlib.h>
 
 #include "lane.h"
-#include "peer_check.h"
 #include "span.h"
 
 typedef struct peer_transport {
@@ -381,6 +380,10 @@ static const fdp_transport_ops peer_ops = {
     .pack = peer_pack,
     .sum = peer_sum,
 };
+
+fdp_peer_book *fdp_transport_peer_book(const fdp_transport *transport) {
+  return ((const peer_transport *)transport)->book;
+}
 
 fdp_status fdp_transport_peer_open(int64_t timeout_ms, fdp_transport **transport) {
   peer_transport *opened = calloc(1, sizeof *opened);

@@ -8,9 +8,12 @@
 #ifndef FDP_TRANSPORT_PEER_H
 #define FDP_TRANSPORT_PEER_H
 
+#include "peer_check.h"
 #include "transport.h"
 
 /* `timeout_ms`: of fdp_peer_book_open. */
 fdp_status fdp_transport_peer_open(int64_t timeout_ms, fdp_transport **transport);
+/* What it knows of pairs of GPUs, for another transport that goes the same ways. Its own. */
+fdp_peer_book *fdp_transport_peer_book(const fdp_transport *transport);
 
 #endif

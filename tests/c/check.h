@@ -23,6 +23,7 @@ void test_order(void);
 void test_transport_order(void);
 void test_transports(void);
 void test_memory(void);
+void test_nccl(void);
 
 /* Says which case of a product is running, in the messages of failed checks. */
 void check_case(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -48,6 +49,8 @@ void check_status(fdp_status status, fdp_status expected, const char *message, c
 void check_fail_allocation(int64_t nth_call);
 /* True if the armed allocation was reached; disarms. */
 bool check_allocation_failed(void);
+/* What the thread allocates meanwhile neither counts nor fails: it is no work of the core's. */
+void check_spare_allocations(bool is_on);
 /* Allocations of the calling thread so far. */
 int64_t check_allocation_count(void);
 

@@ -5,6 +5,7 @@
 
 #include "../../csrc/device_host.h"
 #include "check.h"
+#include "fake_gpu.h"
 
 #define GUARD 0xA5
 
@@ -110,7 +111,10 @@ bool rig_guards_hold(const rig_array *array) {
 /* Scratch that is not in use is filled with NaNs, so that a read after its time shows. */
 void rig_open(rig *ranks, rig_means means) {
   *ranks = (rig){.means = means};
-  if (means >= RIG_PEER) setenv("FASTDP_TRANSPORT", means == RIG_PEER ? "peer" : "host", 1);
+  static const char *const names[] = {
+      [RIG_PEER] = "peer", [RIG_NCCL] = "nccl", [RIG_HOST] = "host"};
+  if (means == RIG_NCCL) setenv("FASTDP_NCCL", FAKE_NCCL_PATH, 1);
+  if (means >= RIG_PEER) setenv("FASTDP_TRANSPORT", names[means], 1);
   CHECK_OK(fdp_context_open(&ranks->context));
   unsetenv("FASTDP_TRANSPORT");
   for (int32_t r = 0; r < RIG_RANKS; ++r) {
@@ -122,6 +126,7 @@ void rig_open(rig *ranks, rig_means means) {
     fdp_device_host_options options = {.ordinal = r + 1, .timeout_ms = 20000};
     if (means >= RIG_PEER) options.kind = FDP_DEVICE_CUDA;
     CHECK_OK(fdp_device_host_open(&options, &ranks->devices[r]));
+    if (means == RIG_NCCL) fake_gpu_wrap(ranks->devices[r]);
     CHECK_OK(fdp_context_adopt(ranks->context, ranks->devices[r]));
     CHECK_OK(ranks->devices[r]->ops->stream_open(ranks->devices[r], &ranks->streams[r]));
     ranks->ids[r] = ranks->devices[r]->id;
@@ -149,4 +154,5 @@ void rig_close(rig *ranks) {
     if (ranks->streams[r]) device->ops->stream_close(device, ranks->streams[r]);
   }
   fdp_context_close(ranks->context);
+  if (ranks->means == RIG_NCCL) fake_gpu_finish();
 }

@@ -48,6 +48,7 @@ typedef enum rig_means {
   RIG_AT_ONCE, /* all ranks are the one host, on its NULL stream */
   RIG_THREADS, /* each is a host device of its own, with a stream that is a thread */
   RIG_PEER,    /* the same, but they pass for GPUs, joined by this transport */
+  RIG_NCCL,    /* over a library that stands for NCCL */
   RIG_HOST,
   RIG_MEANS_COUNT
 } rig_means;

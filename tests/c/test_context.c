@@ -91,15 +91,16 @@ static void test_transport(void) {
   check_reason(NULL, gpus[0], gpus, 2, FDP_OK,
                "peer, since local: cuda:0 and cuda:1 are different memories");
   check_reason(NULL, host, gpus, 1, FDP_OK, "host, since local: cpu:0 and cuda:0 are different "
-               "memories; peer: cpu:0 is no GPU");
+               "memories; peer: cpu:0 is no GPU; nccl: cpu:0 is no GPU");
   check_reason(NULL, gpus[0], &host, 1, FDP_OK, "host, since local: cuda:0 and cpu:0 are different "
-               "memories; peer: cpu:0 is no GPU");
+               "memories; peer: cpu:0 is no GPU; nccl: cpu:0 is no GPU");
   check_reason("host", gpus[0], gpus, 1, FDP_OK, "host, as FASTDP_TRANSPORT says");
   check_reason("peer", gpus[0], gpus, 1, FDP_OK, "peer, as FASTDP_TRANSPORT says");
   check_reason("local", gpus[0], gpus, 2, FDP_UNSUPPORTED, "FASTDP_TRANSPORT=local does not join "
                "the devices: cuda:0 and cuda:1 are different memories");
   check_reason("nccl", gpus[0], gpus, 2, FDP_UNSUPPORTED,
-               "FASTDP_TRANSPORT=nccl: this build has no such transport");
+               "FASTDP_TRANSPORT=nccl does not join the devices: NCCL cannot be used: FASTDP_NCCL: "
+               "/none: cannot open shared object file: No such file or directory");
   fdp_context *context = open_gpus(NULL);
   fdp_party party;
   fdp_log_open(sink, NULL, FDP_LOG_DEBUG);
@@ -130,7 +131,9 @@ static void test_bad_peer(void) {
   fdp_log_open(sink, NULL, FDP_LOG_WARNING);
   CHECK_OK(fdp_context_transport_reason(context, gpus[0], gpus, 2, text, sizeof text));
   snprintf(wanted, sizeof wanted,
-           "host, since local: cuda:0 and cuda:1 are different memories; peer: %s", found);
+           "host, since local: cuda:0 and cuda:1 are different memories; peer: %s; nccl: NCCL "
+           "cannot be used: FASTDP_NCCL: /none: cannot open shared object file: No such file or "
+           "directory", found);
   CHECK_TEXT(text, wanted);
   CHECK_EQUAL(logged_level, FDP_LOG_WARNING);
   CHECK_TEXT(logged, found);
@@ -138,7 +141,8 @@ static void test_bad_peer(void) {
   CHECK_OK(fdp_context_transport_reason(context, gpus[1], gpus, 2, text, sizeof text));
   CHECK_TEXT(text, "host, since local: cuda:1 and cuda:0 are different memories; peer: cuda:0 and "
              "cuda:1 failed the check of peer copies: 4 bytes copied by cuda:0 in memory of cuda:1 "
-             "are wrong from byte 2 on");
+             "are wrong from byte 2 on; nccl: NCCL cannot be used: FASTDP_NCCL: /none: cannot open "
+             "shared object file: No such file or directory");
   CHECK_TEXT(logged, "");
   fdp_log_open(NULL, NULL, FDP_LOG_OFF);
   fdp_context_close(context);
@@ -149,7 +153,9 @@ static void test_bad_peer(void) {
 }
 
 void test_context(void) {
+  setenv("FASTDP_NCCL", "/none", 1); /* whatever this machine has */
   test_devices();
   test_transport();
   test_bad_peer();
+  unsetenv("FASTDP_NCCL");
 }

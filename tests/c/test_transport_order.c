@@ -10,6 +10,7 @@
 #include "../../csrc/reduce.h"
 #include "../../csrc/scatter.h"
 #include "check.h"
+#include "fake_gpu.h"
 #include "rig.h"
 #include "sim.h"
 
@@ -117,10 +118,13 @@ static scene scene_open(scene_verb verb, const char *transport, const map *where
   fdp_device_id others[MAX_RANKS];
   char text[200];
   setenv("FASTDP_TRANSPORT", transport, 1);
+  setenv("FASTDP_NCCL", FAKE_NCCL_PATH, 1);
   CHECK_OK(fdp_context_open(&made.context));
   unsetenv("FASTDP_TRANSPORT");
   for (int32_t d = 0; d < MAX_RANKS; ++d) {
-    CHECK_OK(fdp_context_adopt(made.context, sim_device(made.world, FDP_DEVICE_CUDA, d)));
+    fdp_device *device = sim_device(made.world, FDP_DEVICE_CUDA, d);
+    fake_gpu_wrap(device);
+    CHECK_OK(fdp_context_adopt(made.context, device));
   }
   open_bucket(&made);
   for (int32_t i = 0; i < CALLERS; ++i) caller_open(&made, &made.callers[i], verb, layout);
@@ -134,6 +138,7 @@ static scene scene_open(scene_verb verb, const char *transport, const map *where
 static void scene_close(scene *made) {
   fdp_bucket_close(made->bucket);
   fdp_context_close(made->context);
+  fake_gpu_finish();
   sim_close(made->world);
   for (int32_t i = 0; i < CALLERS; ++i) {
     caller *one = &made->callers[i];
@@ -239,14 +244,14 @@ static void check_values(const scene *made, scene_verb verb) {
   }
 }
 
-static const char *const transports[] = {"peer", "host"};
+static const char *const transports[] = {"peer", "host", "nccl"};
 
 static void test_no_races(void) {
-  for (int32_t number = 0; number < VERB_COUNT * 2 * 8 * 2; ++number) {
+  for (int32_t number = 0; number < VERB_COUNT * 3 * 8 * 2; ++number) {
     scene_verb verb = (scene_verb)(number % VERB_COUNT);
-    const char *transport = transports[number / VERB_COUNT % 2];
-    const map *where = &maps[number / VERB_COUNT / 2 % 8];
-    rig_layout layout = number / VERB_COUNT / 16 == 0 ? RIG_ROWS : RIG_GAPS;
+    const char *transport = transports[number / VERB_COUNT % 3];
+    const map *where = &maps[number / VERB_COUNT / 3 % 8];
+    rig_layout layout = number / VERB_COUNT / 24 == 0 ? RIG_ROWS : RIG_GAPS;
     for (uint64_t seed = 1; seed <= 3; ++seed) {
       check_case("%s, verb %d, map %d, layout %d, seed %d", transport, (int)verb,
                  (int)(where - maps), (int)layout, (int)seed);

@@ -1,0 +1,522 @@
+#include "fake_nccl.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../csrc/nccl.h"
+
+#define EXPORT __attribute__((visibility("default")))
+#define MAX_OPS 4096
+
+typedef struct clique {
+  fdp_nccl_id id;
+  int count;
+  pthread_t user; /* while it is in a group */
+  bool is_used;
+  fdp_nccl_comm *comms[64]; /* NULL once ended */
+  fdp_nccl_comm *memory;
+} clique;
+
+struct fdp_nccl_comm {
+  clique *clique;
+  int rank;
+  fdp_device *device;
+  int async_result;
+};
+
+typedef enum op_kind { OP_BROADCAST, OP_REDUCE, OP_SEND, OP_RECV } op_kind;
+
+typedef struct op {
+  op_kind kind;
+  fdp_nccl_comm *comm;
+  const void *source;
+  void *target;
+  size_t count_elems;
+  int dtype;
+  int peer;
+  fdp_stream *stream;
+  bool is_done;
+} op;
+
+typedef struct init_op {
+  fdp_nccl_comm **comm;
+  int count;
+  fdp_nccl_id id;
+  int rank;
+  fdp_device *device;
+} init_op;
+
+/* A group of one thread. */
+typedef struct group {
+  int depth;
+  int result; /* of the first call that failed */
+  op ops[MAX_OPS];
+  int op_count;
+  init_op inits[64];
+  int init_count;
+} group;
+
+typedef struct memory {
+  struct memory *next;
+  _Alignas(64) char bytes[];
+} memory;
+
+static _Thread_local group *current_group;
+static _Thread_local fdp_device *current_device;
+
+static struct {
+  pthread_mutex_t mutex; /* guards all below */
+  pthread_cond_t released;
+  fake_nccl_counts counts;
+  int version;
+  char failing[40];
+  int failing_in;
+  int failing_result;
+  char hanging[40];
+  int hung_count;
+  unsigned id_count;
+  void (*spare)(bool is_on);
+  memory *memories; /* what groups copied through */
+  clique *cliques[256];
+  int clique_count;
+} state = {.mutex = PTHREAD_MUTEX_INITIALIZER,
+           .released = PTHREAD_COND_INITIALIZER,
+           .version = 23007};
+
+static void violate_locked(const char *text) {
+  if (state.counts.violations++ > 0) return;
+  snprintf(state.counts.violation, sizeof state.counts.violation, "%s", text);
+}
+
+static void violate(const char *text) {
+  pthread_mutex_lock(&state.mutex);
+  violate_locked(text);
+  pthread_mutex_unlock(&state.mutex);
+}
+
+/* Every function comes through here first. */
+static int arrive(const char *call) {
+  int result = FDP_NCCL_SUCCESS;
+  pthread_mutex_lock(&state.mutex);
+  if (strcmp(state.hanging, call) == 0) {
+    state.hung_count += 1;
+    while (strcmp(state.hanging, call) == 0) pthread_cond_wait(&state.released, &state.mutex);
+    state.hung_count -= 1;
+    pthread_cond_broadcast(&state.released);
+    result = FDP_NCCL_INTERNAL_ERROR;
+  } else if (strcmp(state.failing, call) == 0 && state.failing_in > 0 && --state.failing_in == 0) {
+    result = state.failing_result;
+  }
+  pthread_mutex_unlock(&state.mutex);
+  if (result != FDP_NCCL_SUCCESS && current_group) current_group->result = result;
+  return result;
+}
+
+/* --- what it does to streams --- */
+
+static void *memory_open(size_t size_bytes) {
+  memory *opened = aligned_alloc(64, (sizeof *opened + size_bytes + 63) / 64 * 64);
+  pthread_mutex_lock(&state.mutex);
+  opened->next = state.memories;
+  state.memories = opened;
+  pthread_mutex_unlock(&state.mutex);
+  return opened->bytes;
+}
+
+static const fdp_dtype dtypes[] = {
+    {FDP_CODE_INT, 8, 1},    {FDP_CODE_UINT, 8, 1},   {FDP_CODE_INT, 32, 1},
+    {FDP_CODE_UINT, 32, 1},  {FDP_CODE_INT, 64, 1},   {FDP_CODE_UINT, 64, 1},
+    {FDP_CODE_FLOAT, 16, 1}, {FDP_CODE_FLOAT, 32, 1}, {FDP_CODE_FLOAT, 64, 1},
+    {FDP_CODE_BFLOAT, 16, 1}};
+
+static size_t op_bytes(const op *o) { return o->count_elems * fdp_dtype_bytes(dtypes[o->dtype]); }
+
+/* Takes what the op reads out of its source; `then` may read the copy afterwards. */
+static void *take_source(const op *from, const op *then) {
+  fdp_device *device = from->comm->device;
+  fdp_event *event = NULL;
+  void *bytes = memory_open(op_bytes(from));
+  bool is_ok = device->ops->copy(device, from->stream, bytes, from->source,
+                                 (int64_t)op_bytes(from)) == FDP_OK;
+  if (then->stream != from->stream) {
+    is_ok &= device->ops->event_open(device, &event) == FDP_OK &&
+             device->ops->event_record(device, event, from->stream) == FDP_OK &&
+             then->comm->device->ops->stream_wait(then->comm->device, then->stream, event) ==
+                 FDP_OK;
+    device->ops->event_close(device, event);
+  }
+  if (!is_ok) violate("the device refused");
+  return bytes;
+}
+
+static void spare(bool is_on) {
+  if (state.spare) state.spare(is_on);
+}
+
+static void put_target(const op *o, const void *bytes) {
+  fdp_device *device = o->comm->device;
+  device->ops->copy(device, o->stream, o->target, bytes, (int64_t)op_bytes(o));
+}
+
+static void run_broadcast(op *const *ranks, int count) {
+  const op *root = ranks[ranks[0]->peer];
+  for (int i = 0; i < count; ++i) {
+    if (ranks[i] != root) put_target(ranks[i], take_source(root, ranks[i]));
+  }
+  if (root->target != root->source) put_target(root, take_source(root, root));
+}
+
+static void run_reduce(op *const *ranks, int count) {
+  const op *root = ranks[ranks[0]->peer];
+  const void *sources[64];
+  /* The last rank first: NCCL's order is not the ranks'. */
+  for (int i = 0; i < count; ++i) sources[count - 1 - i] = take_source(ranks[i], root);
+  fdp_sum sum = {.target = root->target, .sources = sources, .source_count = count,
+                 .count_elems = (int64_t)root->count_elems, .dtype = dtypes[root->dtype]};
+  fdp_device *device = root->comm->device;
+  device->ops->sum(device, root->stream, &sum, 1);
+}
+
+static op *find_recv(group *g, const op *send) {
+  for (int i = 0; i < g->op_count; ++i) {
+    op *o = &g->ops[i];
+    if (o->is_done || o->kind != OP_RECV || o->comm->clique != send->comm->clique) continue;
+    if (o->comm->rank == send->peer && o->peer == send->comm->rank) return o;
+  }
+  return NULL;
+}
+
+/* The next collective of each rank of the clique, which have to be alike. */
+static void run_collective(group *g, const op *first) {
+  clique *c = first->comm->clique;
+  op *ranks[64] = {NULL};
+  for (int i = 0; i < g->op_count; ++i) {
+    op *o = &g->ops[i];
+    bool is_collective = o->kind == OP_BROADCAST || o->kind == OP_REDUCE;
+    if (o->is_done || !is_collective || o->comm->clique != c || ranks[o->comm->rank]) continue;
+    ranks[o->comm->rank] = o;
+    o->is_done = true;
+  }
+  for (int r = 0; r < c->count; ++r) {
+    if (!ranks[r]) {
+      violate("a collective without all ranks");
+      return;
+    }
+    if (ranks[r]->kind != first->kind || ranks[r]->count_elems != first->count_elems ||
+        ranks[r]->dtype != first->dtype || ranks[r]->peer != first->peer) {
+      violate("a collective that differs between ranks");
+      return;
+    }
+  }
+  if (first->kind == OP_BROADCAST) {
+    run_broadcast(ranks, c->count);
+  } else {
+    run_reduce(ranks, c->count);
+  }
+}
+
+static void run_ops(group *g) {
+  for (int i = 0; i < g->op_count; ++i) {
+    op *o = &g->ops[i];
+    if (o->is_done || o->kind == OP_RECV) continue;
+    if (o->kind != OP_SEND) {
+      run_collective(g, o);
+      continue;
+    }
+    op *recv = find_recv(g, o);
+    o->is_done = true;
+    if (!recv || op_bytes(recv) != op_bytes(o)) {
+      violate("a send without its receive");
+      continue;
+    }
+    recv->is_done = true;
+    put_target(recv, take_source(o, recv));
+  }
+  for (int i = 0; i < g->op_count; ++i) {
+    if (!g->ops[i].is_done) violate("a receive without its send");
+  }
+}
+
+static void run_inits(group *g) {
+  clique *made = calloc(1, sizeof *made);
+  pthread_mutex_lock(&state.mutex);
+  state.cliques[state.clique_count++] = made;
+  made->id = g->inits[0].id;
+  made->count = g->inits[0].count;
+  made->memory = calloc(64, sizeof *made->memory);
+  if (g->init_count != made->count) violate_locked("init without all ranks");
+  for (int i = 0; i < g->init_count; ++i) {
+    init_op *init = &g->inits[i];
+    fdp_nccl_comm *comm = &made->memory[i];
+    *comm = (fdp_nccl_comm){made, init->rank, init->device, FDP_NCCL_SUCCESS};
+    bool is_new = init->rank >= 0 && init->rank < made->count && !made->comms[init->rank];
+    if (!is_new || !init->device || memcmp(&init->id, &made->id, sizeof made->id) != 0 ||
+        init->count != made->count) {
+      violate_locked("init with the wrong rank, count, id or no device");
+    }
+    made->comms[init->rank] = comm;
+    *init->comm = comm;
+    state.counts.made += 1;
+  }
+  pthread_mutex_unlock(&state.mutex);
+}
+
+/* --- NCCL's functions --- */
+
+EXPORT int ncclGetVersion(int *version);
+EXPORT const char *ncclGetErrorString(int result);
+EXPORT const char *ncclGetLastError(const fdp_nccl_comm *comm);
+EXPORT int ncclGetUniqueId(fdp_nccl_id *id);
+EXPORT int ncclCommInitRankConfig(fdp_nccl_comm **comm, int count, fdp_nccl_id id, int rank,
+                                  fdp_nccl_config *config);
+EXPORT int ncclCommDestroy(fdp_nccl_comm *comm);
+EXPORT int ncclCommAbort(fdp_nccl_comm *comm);
+EXPORT int ncclCommGetAsyncError(fdp_nccl_comm *comm, int *result);
+EXPORT int ncclGroupStart(void);
+EXPORT int ncclGroupEnd(void);
+EXPORT int ncclBroadcast(const void *source, void *target, size_t count, int dtype, int root,
+                         fdp_nccl_comm *comm, void *stream);
+EXPORT int ncclReduce(const void *source, void *target, size_t count, int dtype, int sum, int root,
+                      fdp_nccl_comm *comm, void *stream);
+EXPORT int ncclSend(const void *source, size_t count, int dtype, int peer, fdp_nccl_comm *comm,
+                    void *stream);
+EXPORT int ncclRecv(void *target, size_t count, int dtype, int peer, fdp_nccl_comm *comm,
+                    void *stream);
+
+int ncclGetVersion(int *version) {
+  pthread_mutex_lock(&state.mutex);
+  *version = state.version;
+  pthread_mutex_unlock(&state.mutex);
+  return arrive("ncclGetVersion");
+}
+
+const char *ncclGetErrorString(int result) {
+  static const char *const texts[] = {"no error",         "unhandled cuda error",
+                                      "unhandled system error", "internal error",
+                                      "invalid argument", "invalid usage",
+                                      "remote process exited or there was a network error",
+                                      "NCCL operation in progress"};
+  return texts[result];
+}
+
+const char *ncclGetLastError(const fdp_nccl_comm *comm) {
+  (void)comm;
+  return "the fake was told to";
+}
+
+int ncclGetUniqueId(fdp_nccl_id *id) {
+  memset(id, 0, sizeof *id);
+  pthread_mutex_lock(&state.mutex);
+  state.id_count += 1;
+  memcpy(id, &state.id_count, sizeof state.id_count);
+  pthread_mutex_unlock(&state.mutex);
+  return arrive("ncclGetUniqueId");
+}
+
+int ncclGroupStart(void) {
+  int result = arrive("ncclGroupStart");
+  if (result != FDP_NCCL_SUCCESS) return result;
+  if (!current_group) current_group = calloc(1, sizeof *current_group);
+  current_group->depth += 1;
+  return FDP_NCCL_SUCCESS;
+}
+
+int ncclGroupEnd(void) {
+  group *g = current_group;
+  if (!g) {
+    violate("a group is ended that was not started");
+    return FDP_NCCL_INVALID_USAGE;
+  }
+  int result = arrive("ncclGroupEnd");
+  if (--g->depth > 0) return result;
+  current_group = NULL;
+  if (result == FDP_NCCL_SUCCESS) result = g->result;
+  if (result == FDP_NCCL_SUCCESS && g->init_count > 0) run_inits(g);
+  spare(true);
+  if (result == FDP_NCCL_SUCCESS) run_ops(g);
+  spare(false);
+  pthread_mutex_lock(&state.mutex);
+  for (int i = 0; i < g->op_count; ++i) g->ops[i].comm->clique->is_used = false;
+  pthread_mutex_unlock(&state.mutex);
+  free(g);
+  return result;
+}
+
+int ncclCommInitRankConfig(fdp_nccl_comm **comm, int count, fdp_nccl_id id, int rank,
+                           fdp_nccl_config *config) {
+  int result = arrive("ncclCommInitRankConfig");
+  if (result != FDP_NCCL_SUCCESS) return result;
+  if (config->size != 48 || config->magic != 0xcafebeef || config->version != 21800 ||
+      config->blocking != 1) {
+    violate("a wrong config");
+  }
+  pthread_mutex_lock(&state.mutex);
+  int ctas = config->max_ctas == FDP_NCCL_UNDEFINED ? 0 : config->max_ctas;
+  if (ctas > 0 && (state.counts.least_ctas == 0 || ctas < state.counts.least_ctas)) {
+    state.counts.least_ctas = ctas;
+  }
+  pthread_mutex_unlock(&state.mutex);
+  if (!current_group) {
+    violate("init outside a group");
+    return FDP_NCCL_INVALID_USAGE;
+  }
+  current_group->inits[current_group->init_count++] =
+      (init_op){comm, count, id, rank, current_device};
+  current_device = NULL; /* each rank has to say its own */
+  return FDP_NCCL_SUCCESS;
+}
+
+static int end_comm(fdp_nccl_comm *comm, int *counter) {
+  pthread_mutex_lock(&state.mutex);
+  *counter += 1;
+  clique *c = comm->clique;
+  if (c->comms[comm->rank] != comm) violate_locked("a communicator is ended twice");
+  c->comms[comm->rank] = NULL;
+  if (counter == &state.counts.aborted) {
+    state.hanging[0] = '\0';
+    pthread_cond_broadcast(&state.released);
+  }
+  pthread_mutex_unlock(&state.mutex);
+  return FDP_NCCL_SUCCESS;
+}
+
+int ncclCommDestroy(fdp_nccl_comm *comm) {
+  int result = arrive("ncclCommDestroy");
+  return result != FDP_NCCL_SUCCESS ? result : end_comm(comm, &state.counts.destroyed);
+}
+
+int ncclCommAbort(fdp_nccl_comm *comm) {
+  int result = arrive("ncclCommAbort");
+  return result != FDP_NCCL_SUCCESS ? result : end_comm(comm, &state.counts.aborted);
+}
+
+int ncclCommGetAsyncError(fdp_nccl_comm *comm, int *result) {
+  pthread_mutex_lock(&state.mutex);
+  *result = comm->async_result;
+  pthread_mutex_unlock(&state.mutex);
+  return arrive("ncclCommGetAsyncError");
+}
+
+static int add(const char *call, op o, int *counter) {
+  int result = arrive(call);
+  if (result != FDP_NCCL_SUCCESS) return result;
+  if (!current_group) {
+    violate("an operation outside a group");
+    return FDP_NCCL_INVALID_USAGE;
+  }
+  pthread_mutex_lock(&state.mutex);
+  clique *c = o.comm->clique;
+  if (c->is_used && !pthread_equal(c->user, pthread_self())) violate_locked("two threads at once");
+  c->is_used = true;
+  c->user = pthread_self();
+  if (counter) *counter += 1;
+  pthread_mutex_unlock(&state.mutex);
+  current_group->ops[current_group->op_count++] = o;
+  return FDP_NCCL_SUCCESS;
+}
+
+int ncclBroadcast(const void *source, void *target, size_t count, int dtype, int root,
+                  fdp_nccl_comm *comm, void *stream) {
+  op o = {OP_BROADCAST, comm, source, target, count, dtype, root, stream, false};
+  return add("ncclBroadcast", o, &state.counts.broadcasts);
+}
+
+int ncclReduce(const void *source, void *target, size_t count, int dtype, int sum, int root,
+               fdp_nccl_comm *comm, void *stream) {
+  op o = {OP_REDUCE, comm, source, target, count, dtype, root, stream, false};
+  if (sum != FDP_NCCL_SUM) violate("no sum");
+  return add("ncclReduce", o, &state.counts.reduces);
+}
+
+int ncclSend(const void *source, size_t count, int dtype, int peer, fdp_nccl_comm *comm,
+             void *stream) {
+  op o = {OP_SEND, comm, source, NULL, count, dtype, peer, stream, false};
+  return add("ncclSend", o, &state.counts.sends);
+}
+
+int ncclRecv(void *target, size_t count, int dtype, int peer, fdp_nccl_comm *comm, void *stream) {
+  op o = {OP_RECV, comm, NULL, target, count, dtype, peer, stream, false};
+  return add("ncclRecv", o, NULL);
+}
+
+/* --- the table of tests --- */
+
+static void release_locked(void) {
+  state.hanging[0] = '\0';
+  pthread_cond_broadcast(&state.released);
+  while (state.hung_count > 0) pthread_cond_wait(&state.released, &state.mutex);
+}
+
+static void release(void) {
+  pthread_mutex_lock(&state.mutex);
+  release_locked();
+  pthread_mutex_unlock(&state.mutex);
+}
+
+static void reset(void) {
+  pthread_mutex_lock(&state.mutex);
+  release_locked();
+  while (state.memories) {
+    memory *first = state.memories;
+    state.memories = first->next;
+    free(first);
+  }
+  for (int i = 0; i < state.clique_count; ++i) {
+    clique *c = state.cliques[i];
+    free(c->memory);
+    free(c);
+  }
+  state.clique_count = 0;
+  state.counts = (fake_nccl_counts){0};
+  state.version = 23007;
+  state.failing_in = 0;
+  pthread_mutex_unlock(&state.mutex);
+}
+
+static fake_nccl_counts read_counts(void) {
+  pthread_mutex_lock(&state.mutex);
+  fake_nccl_counts counts = state.counts;
+  pthread_mutex_unlock(&state.mutex);
+  return counts;
+}
+
+static void set_version(int version) {
+  pthread_mutex_lock(&state.mutex);
+  state.version = version;
+  pthread_mutex_unlock(&state.mutex);
+}
+
+static void fail_call(const char *call, int nth, int result) {
+  pthread_mutex_lock(&state.mutex);
+  snprintf(state.failing, sizeof state.failing, "%s", call);
+  state.failing_in = nth;
+  state.failing_result = result;
+  pthread_mutex_unlock(&state.mutex);
+}
+
+static void hang(const char *call) {
+  pthread_mutex_lock(&state.mutex);
+  snprintf(state.hanging, sizeof state.hanging, "%s", call);
+  pthread_mutex_unlock(&state.mutex);
+}
+
+static void fail_rank(int rank, int result) {
+  pthread_mutex_lock(&state.mutex);
+  for (int i = 0; i < state.clique_count; ++i) {
+    clique *c = state.cliques[i];
+    if (rank < c->count && c->comms[rank]) c->comms[rank]->async_result = result;
+  }
+  pthread_mutex_unlock(&state.mutex);
+}
+
+static void set_current(fdp_device *device) { current_device = device; }
+
+static void set_spare(void (*function)(bool is_on)) { state.spare = function; }
+
+static int depth(void) { return current_group ? current_group->depth : 0; }
+
+EXPORT const fake_nccl_table fake_nccl = {reset,   read_counts, set_version, fail_call, hang,
+                                          release, fail_rank,   set_current, depth,     violate,
+                                          set_spare};
