@@ -41,25 +41,38 @@ static fdp_status count_elems_of(const fdp_view *prototype, int32_t index, int64
   return FDP_OK;
 }
 
-/* Lays the slot at the first aligned place from bucket->size_bytes on, and moves that on. */
-static fdp_status lay_slot(fdp_bucket *bucket, int32_t index, const fdp_view *prototype,
-                           int64_t *dims) {
-  bucket_slot *slot = &bucket->slots[index];
-  int64_t item_bytes = (int64_t)fdp_dtype_bytes(bucket->dtype);
+/* Where a slot begins: at `wanted_elems`, or by NULL at the first aligned place behind the slots
+ * before it, which end at `end_bytes`. False if that overflows. */
+static bool find_start(int64_t end_bytes, int64_t item_bytes, const int64_t *wanted_elems,
+                       int64_t *start_bytes) {
+  if (wanted_elems) return !__builtin_mul_overflow(*wanted_elems, item_bytes, start_bytes);
   /* Offsets are whole elements too, whatever their size. */
   int64_t step =
       FDP_ALIGNMENT_BYTES / greatest_divisor(FDP_ALIGNMENT_BYTES, item_bytes) * item_bytes;
+  if (__builtin_add_overflow(end_bytes, step - 1, start_bytes)) return false;
+  *start_bytes = *start_bytes / step * step;
+  return true;
+}
+
+/* Lays the slot behind bucket->size_bytes, and moves that on. */
+static fdp_status lay_slot(fdp_bucket *bucket, int32_t index, const fdp_view *prototype,
+                           const int64_t *wanted_elems, int64_t *dims) {
+  bucket_slot *slot = &bucket->slots[index];
+  int64_t item_bytes = (int64_t)fdp_dtype_bytes(bucket->dtype);
   fdp_status status = count_elems_of(prototype, index, &slot->count_elems);
   if (status != FDP_OK) return status;
-  int64_t start;
+  int64_t end_elems = bucket->size_bytes / item_bytes;
+  if (wanted_elems && *wanted_elems < end_elems) {
+    return fdp_fail(FDP_INVALID_ARGUMENT, "bucket: offsets[%d] is %" PRId64 ", must be at least %"
+                    PRId64 ", where the slots before it end", index, *wanted_elems, end_elems);
+  }
   if (__builtin_mul_overflow(slot->count_elems, item_bytes, &slot->size_bytes) ||
-      __builtin_add_overflow(bucket->size_bytes, step - 1, &start) ||
-      __builtin_add_overflow(start / step * step, slot->size_bytes, &bucket->size_bytes)) {
+      !find_start(bucket->size_bytes, item_bytes, wanted_elems, &slot->offset_bytes) ||
+      __builtin_add_overflow(slot->offset_bytes, slot->size_bytes, &bucket->size_bytes)) {
     return fdp_fail(FDP_INVALID_ARGUMENT, "bucket: size overflows at prototypes[%d] of %" PRId64
                     " elements, must be at most %" PRId64 " bytes", index, slot->count_elems,
                     INT64_MAX);
   }
-  slot->offset_bytes = start / step * step;
   slot->ndim = prototype->ndim;
   slot->shape = dims;
   slot->strides = dims + prototype->ndim;
@@ -73,7 +86,8 @@ static fdp_status lay_slot(fdp_bucket *bucket, int32_t index, const fdp_view *pr
   return FDP_OK;
 }
 
-fdp_status fdp_bucket_open(const fdp_view *prototypes, int32_t count, fdp_bucket **bucket) {
+fdp_status fdp_bucket_open(const fdp_view *prototypes, const int64_t *offsets_elems, int32_t count,
+                           fdp_bucket **bucket) {
   if (count < 1) {
     return fdp_fail(FDP_INVALID_ARGUMENT, "bucket: number of prototypes is %d, must be at least 1",
                     count);
@@ -107,7 +121,7 @@ fdp_status fdp_bucket_open(const fdp_view *prototypes, int32_t count, fdp_bucket
   opened->count = count;
   int64_t *dims = opened->dims;
   for (int32_t i = 0; i < count; ++i) {
-    FDP_TRY(lay_slot(opened, i, &prototypes[i], dims));
+    FDP_TRY(lay_slot(opened, i, &prototypes[i], offsets_elems ? &offsets_elems[i] : NULL, dims));
     dims += 2 * prototypes[i].ndim;
   }
   *bucket = opened;

@@ -12,8 +12,10 @@ typedef struct fdp_bucket fdp_bucket;
 /* Lays out one slot for each prototype, in order, each at a multiple of FDP_ALIGNMENT_BYTES. A slot
  * keeps its prototype's shape; its strides are the prototype's when that is dense
  * (fdp_view_is_dense), else row-major. All prototypes have one dtype. Only shape, strides and dtype
- * of a prototype are read, never its data. */
-fdp_status fdp_bucket_open(const fdp_view *prototypes, int32_t count, fdp_bucket **bucket);
+ * of a prototype are read, never its data. `offsets_elems`, unless NULL, says where the slots begin
+ * instead, none before the one before it ends. */
+fdp_status fdp_bucket_open(const fdp_view *prototypes, const int64_t *offsets_elems, int32_t count,
+                           fdp_bucket **bucket);
 void fdp_bucket_close(fdp_bucket *bucket);
 
 int32_t fdp_bucket_count(const fdp_bucket *bucket);
@@ -36,9 +38,9 @@ fdp_status fdp_bucket_broadcast(fdp_context *context, const fdp_bucket *bucket,
 
 /* Slot k of `flat` becomes the sum over ranks r of gradients[r * count + k], in rank order. A NULL
  * entry counts as zero; a slot with no gradient at all becomes zero. Gradient (r, k) has slot k's
- * shape and dtype, any strides (zero strides included); all of one rank lie on one device. Sums as
- * fdp_reduce. Reads rank r's on rank_streams[r]; writes flat on flat_stream; afterwards each rank's
- * stream waits for its reads. */
+ * shape and dtype, any strides (zero strides included); all of one rank lie on one device. Gaps may
+ * hold anything afterwards. Sums as fdp_reduce. Reads rank r's on rank_streams[r]; writes flat on
+ * flat_stream; afterwards each rank's stream waits for its reads. */
 fdp_status fdp_bucket_reduce(fdp_context *context, const fdp_bucket *bucket,
                              const fdp_view *const *gradients, fdp_stream *const *rank_streams,
                              int32_t rank_count, const fdp_view *flat, fdp_stream *flat_stream);

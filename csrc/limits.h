@@ -18,8 +18,8 @@
 #define FDP_MAX_REPLICAS 64
 #endif
 
-/* Alignment of every slot of a bucket and of every pool buffer, in bytes: a cache line, and enough
- * for the 16-byte accesses of the kernels. */
+/* Alignment of every pool buffer, and of every slot of a bucket whose place is not given, in bytes:
+ * a cache line, and enough for the 16-byte accesses of the kernels. */
 #ifndef FDP_ALIGNMENT_BYTES
 #define FDP_ALIGNMENT_BYTES 64
 #endif

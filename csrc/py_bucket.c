@@ -4,11 +4,34 @@
 #include "py_layout.h"
 #include "py_views.h"
 
+/* The offsets that a caller gave, one for each prototype, in a block to be freed; NULL for None.
+ * 0, or -1 with an error set. */
+static int read_offsets(PyObject *given, int32_t count, int64_t **offsets_elems) {
+  *offsets_elems = NULL;
+  if (given == Py_None) return 0;
+  if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != count) {
+    PyErr_Format(PyExc_TypeError, "offsets: expected None or a tuple of %d integers", (int)count);
+    return -1;
+  }
+  *offsets_elems = PyMem_Malloc((size_t)count * sizeof **offsets_elems + 1);
+  if (*offsets_elems == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  for (int32_t i = 0; i < count; i++) {
+    (*offsets_elems)[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(given, i));
+    if ((*offsets_elems)[i] == -1 && PyErr_Occurred()) return -1;
+  }
+  return 0;
+}
+
 static PyObject *bucket_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
   fdp_py_state *state = PyType_GetModuleState(type);
   fdp_py_borrower borrower;
   fdp_py_views prototypes = {0};
   fdp_py_bucket *self = NULL;
+  Py_ssize_t given = PyTuple_GET_SIZE(arguments);
+  int64_t *offsets_elems = NULL;
   int64_t item_bytes;
   fdp_status status;
 
@@ -16,14 +39,20 @@ static PyObject *bucket_new(PyTypeObject *type, PyObject *arguments, PyObject *k
     PyErr_SetString(PyExc_TypeError, "Bucket() takes no keyword arguments");
     return NULL;
   }
-  if (fdp_py_expect_count("Bucket", PyTuple_GET_SIZE(arguments), 1) < 0) return NULL;
+  if (given < 1 || given > 2) {
+    PyErr_Format(PyExc_TypeError, "Bucket() takes 1 or 2 positional arguments, %zd given", given);
+    return NULL;
+  }
   fdp_py_borrower_open(&borrower, state);
   if (fdp_py_borrow_tuple(&borrower, PyTuple_GET_ITEM(arguments, 0), FDP_PY_READ, "prototypes",
                           false, &prototypes) < 0)
     goto done;
+  if (given == 2 &&
+      read_offsets(PyTuple_GET_ITEM(arguments, 1), prototypes.count, &offsets_elems) < 0)
+    goto done;
   self = (fdp_py_bucket *)type->tp_alloc(type, 0);
   if (self == NULL) goto done;
-  status = fdp_bucket_open(prototypes.items, prototypes.count, &self->plan);
+  status = fdp_bucket_open(prototypes.items, offsets_elems, prototypes.count, &self->plan);
   if (status != FDP_OK) {
     self->plan = NULL;
     fdp_py_raise(state, status);
@@ -33,6 +62,7 @@ static PyObject *bucket_new(PyTypeObject *type, PyObject *arguments, PyObject *k
   item_bytes = (int64_t)fdp_dtype_bytes(prototypes.items[0].dtype);
   self->size_elems = (fdp_bucket_size_bytes(self->plan) + item_bytes - 1) / item_bytes;
 done:
+  PyMem_Free(offsets_elems);
   fdp_py_views_drop(&prototypes);
   fdp_py_borrower_close(&borrower);
   return (PyObject *)self;
@@ -259,8 +289,9 @@ static PyGetSetDef bucket_getters[] = {
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot bucket_type_slots[] = {
-    {Py_tp_doc, (void *)PyDoc_STR("Bucket(prototypes, /)\n--\n\nThe plan of a bucket: many tensors "
-                                  "of one dtype in one flat buffer.")},
+    {Py_tp_doc, (void *)PyDoc_STR("Bucket(prototypes, offsets=None, /)\n--\n\n"
+                                  "The plan of a bucket: many tensors of one dtype in one flat "
+                                  "buffer.")},
     {Py_tp_new, (void *)bucket_new},
     {Py_tp_dealloc, (void *)bucket_dealloc},
     {Py_tp_traverse, (void *)bucket_traverse},

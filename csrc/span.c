@@ -91,7 +91,7 @@ void fdp_span_cut(const fdp_span_sums *sums, int64_t begin, int64_t end, fdp_spa
     int64_t from = first > begin ? first : begin;
     int64_t to = last < end ? last : end;
     if (from >= to) continue;
-    /* Slots start at multiples of the alignment, which is a multiple of every item. */
+    /* Slots start at multiples of their item, of which the alignment is a multiple, too. */
     assert((from - first) % item_bytes == 0 && (to - first) % item_bytes == 0);
     const void **row = shard->sources + (int64_t)shard->count * sums->rank_count;
     for (int32_t r = 0; r < sums->rank_count; ++r) {

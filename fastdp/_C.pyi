@@ -76,7 +76,10 @@ def layout(
 @final
 class Bucket:
     """The plan of a bucket (bucket.h). Immutable; any thread."""
-    def __new__(cls, prototypes: Tuple[_Producer, ...], /) -> Self: ...
+    def __new__(
+        cls, prototypes: Tuple[_Producer, ...], offsets: Optional[Tuple[int, ...]] = None, /
+    ) -> Self:
+        """`offsets`: where each slot begins, in elements, ascending; None: at aligned places."""
     @property
     def count(self) -> int: ...
     @property

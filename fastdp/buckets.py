@@ -12,6 +12,7 @@ from typing import Any, Collection, List, Optional, Sequence, Tuple
 import torch
 
 from . import _C, _torch_compat
+from .flat_weights import FlatWeights
 from .streams import Communication
 
 
@@ -25,6 +26,7 @@ class Bucket:
         communication: the streams that its moves run on; its devices are those of all ranks.
         devices: of the ranks; the first is the home, where the tensors lie.
         unused_grad: "zero" or "none": the gradient of a tensor that took part in nothing.
+        flat: where the tensors have to lie, if that matters.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Bucket:
         devices: Sequence[torch.device],
         communication: Communication,
         unused_grad: str,
+        flat: Optional[FlatWeights] = None,
     ) -> None:
         self.communication = communication
         self.places = tuple(places)
@@ -44,11 +47,12 @@ class Bucket:
         self.dtype = tensors[0].dtype
         self.requires_grad = tensors[0].requires_grad
         self.keeps_none = unused_grad == "none"
-        self.core = _C.Bucket(tuple(tensors))
+        self.core = _C.Bucket(tuple(tensors), flat.offsets if flat else None)
         self.count = len(self.places)
+        self._length = max(self.core.size_elems, flat.length if flat else 0)
 
     def _flat(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self.core.size_elems, dtype=self.dtype, device=device)
+        return torch.empty(self._length, dtype=self.dtype, device=device)
 
     def _slots(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """Each slot as a tensor with a version counter of its own and no view relation: an in-place
@@ -80,6 +84,9 @@ class Bucket:
         tensors themselves, parameters and differentiable ones under new names."""
         if flats:
             self.core.broadcast(tuple(map(resolved, tensors)), flats)
+            if self._length > self.core.size_elems:
+                for flat in flats:
+                    flat[self.core.size_elems :].zero_()
         result = [self._named_home(k, tensor) for k, tensor in enumerate(tensors)] if home else []
         for flat in flats:
             slots = self._slots(flat)
@@ -187,15 +194,19 @@ def make_buckets(
     communication: Communication,
     limit_bytes: int,
     unused_grad: str,
+    apart: Sequence[FlatWeights] = (),
 ) -> List[Bucket]:
-    """Buckets of at most `limit_bytes` (one larger tensor makes its own), each of one dtype and one
-    requires_grad, for all tensors but those at the places `left_out`. The first `parameter_count`
-    tensors are parameters. Buckets with buffers come first, since a replica 0 that updates a buffer
-    in place has to wait until it was read; then in the order of their first tensors."""
+    """Buckets of at most `limit_bytes` (one larger tensor makes its own, and so do the weights of
+    an RNN, `apart`), each of one dtype and one requires_grad, for all tensors but those at the
+    places `left_out`. The first `parameter_count` tensors are parameters. Buckets with buffers come
+    first, since a replica 0 that updates a buffer in place has to wait until it was read; then in
+    the order of their first tensors."""
     open_buckets: dict = {}
-    groups: List[List[int]] = []
+    groups: List[Sequence[int]] = [flat.places for flat in apart]
+    flats = {flat.places: flat for flat in apart}
+    settled = set(left_out).union(*groups)
     for place, tensor in enumerate(tensors):
-        if place in left_out:
+        if place in settled:
             continue
         key = (tensor.dtype, tensor.requires_grad)
         size_bytes = tensor.numel() * tensor.element_size()
@@ -205,7 +216,7 @@ def make_buckets(
             groups.append(group)
         group.append(place)
         open_buckets[key] = (group, filled + size_bytes)
-    groups.sort(key=lambda group: group[-1] < parameter_count)
+    groups.sort(key=lambda group: (max(group) < parameter_count, min(group)))
     return [
         Bucket(
             [resolved(tensors[place]) for place in group],
@@ -214,6 +225,7 @@ def make_buckets(
             devices,
             communication,
             unused_grad,
+            flats.get(tuple(group)),
         )
         for group in groups
     ]

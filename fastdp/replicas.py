@@ -26,6 +26,7 @@ from . import _C, _torch_compat
 from .awaited import AwaitedDict, Gate
 from .buckets import Bucket, make_buckets, resolved
 from .devices import parse_devices
+from .flat_weights import RnnWeights
 from .functions import Broadcast
 from .streams import Communication
 
@@ -259,6 +260,7 @@ class Replicator:
         self._unused_grad = unused_grad
         self._lock = threading.RLock()
         self._tree: Optional[Any] = None
+        self._rnn_weights = RnnWeights(())
         self._fresh = False
         self._plans: Dict[Tuple[int, bool], Plan] = {}
         self._idle: List[ReplicaSet] = []
@@ -331,7 +333,7 @@ class Replicator:
         base = tuple(root.modules())
         fresh = any(_replicates_itself(each) for each in base)
         tree = _WalkedTree(base) if fresh else _C.Tree(base)
-        self._fresh, self._tree = fresh, tree
+        self._fresh, self._tree, self._rnn_weights = fresh, tree, RnnWeights(base)
         self._plans, self._idle, self._lent = {}, [], []
         if not self._tree.hold(root):
             raise RuntimeError("the module was changed by another thread while it was replicated")
@@ -346,6 +348,7 @@ class Replicator:
         differentiable: bool,
     ) -> Plan:
         description = _described(tensors, root, self._devices[0]) + pattern
+        description += self._rnn_weights.describe()
         plan = self._plans.get((ranks, differentiable))
         if plan is None or plan.description != description:
             check_home(tensors, self._devices[0])
@@ -359,6 +362,7 @@ class Replicator:
                 self._communication,
                 self._bucket_bytes,
                 self._unused_grad,
+                self._rnn_weights.find(tensors),
             )
             plan = Plan(description, buckets, alone, parameter_count, devices)
             self._plans[ranks, differentiable] = plan

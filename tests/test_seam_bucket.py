@@ -83,6 +83,35 @@ def test_reduce_with_holes(way):
         assert torch.equal(flat.as_strided(shape, strides, offset), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_slots_at_given_offsets(way, dtype):
+    """One behind the other but for a hole of three elements: none is aligned to anything."""
+    tensors = prototypes(dtype)
+    offsets, end = [], 1
+    for k, tensor in enumerate(tensors):
+        offsets.append(end + (3 if k == 3 else 0))
+        end = offsets[-1] + tensor.numel()
+    bucket = _C.Bucket(tensors, tuple(offsets))
+    assert [offset for offset, _, _ in bucket.slots] == offsets and bucket.size_elems == end
+    flats = tuple(torch.ones(end, dtype=dtype) for _ in range(2))
+    bucket.broadcast(tensors, flats)
+    total = torch.ones(end, dtype=dtype)
+    bucket.reduce((tensors, (None,) * len(tensors)), total)
+    for flat in (*flats, total):
+        for (offset, shape, strides), tensor in zip(bucket.slots, tensors):
+            assert torch.equal(flat.as_strided(shape, strides, offset), tensor)
+        views = bucket.views(flat)
+        assert (views is None) == (way == "capsule")
+        for view, offset, tensor in zip(views or (), offsets, tensors):
+            assert torch.equal(view, tensor)
+            if tensor.numel():
+                assert view.data_ptr() == flat.data_ptr() + offset * flat.element_size()
+    assert flats[0][0] == 1  # before the first slot
+    assert [o for o, _, _ in _C.Bucket(tensors, None).slots] == [
+        o for o, _, _ in _C.Bucket(tensors).slots
+    ]
+
+
 def test_parameters_are_taken_as_they_are(way):
     layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     parameters = tuple(layers.parameters())
@@ -100,9 +129,27 @@ def one():
 @pytest.mark.parametrize(
     "call, error, words",
     [
-        (lambda: _C.Bucket(), TypeError, "Bucket() takes 1 positional arguments, 0 given"),
+        (lambda: _C.Bucket(), TypeError, "Bucket() takes 1 or 2 positional arguments, 0 given"),
         (lambda: _C.Bucket(prototypes=()), TypeError, "Bucket() takes no keyword arguments"),
+        (lambda: _C.Bucket((), None, 1), TypeError, "1 or 2 positional arguments, 3 given"),
         (lambda: _C.Bucket([torch.ones(1)]), TypeError, "prototypes: expected a tuple, got list"),
+        (
+            lambda: _C.Bucket((torch.ones(1),), [0]),
+            TypeError,
+            "offsets: expected None or a tuple of 1 integers",
+        ),
+        (
+            lambda: _C.Bucket((torch.ones(1),), (0, 1)),
+            TypeError,
+            "offsets: expected None or a tuple of 1 integers",
+        ),
+        (lambda: _C.Bucket((torch.ones(1),), ("a",)), TypeError, "integer"),
+        (lambda: _C.Bucket((torch.ones(1),), (2**63,)), OverflowError, "too"),
+        (
+            lambda: _C.Bucket((torch.ones(4), torch.ones(2)), (0, 3)),
+            ValueError,
+            "offsets[1] is 3, must be at least 4, where the slots before it end",
+        ),
         (lambda: _C.Bucket((1,)), TypeError, "prototypes[0]: expected a tensor"),
         (lambda: _C.Bucket(()), ValueError, "number of prototypes is 0, must be at least 1"),
         (

@@ -35,7 +35,7 @@ static void test_layout(void) {
   fdp_view views[SLOTS];
   fdp_bucket *bucket = NULL;
   open_tensors(arrays, views, float32, host, 0);
-  CHECK_OK(fdp_bucket_open(views, SLOTS, &bucket));
+  CHECK_OK(fdp_bucket_open(views, NULL, SLOTS, &bucket));
   CHECK_EQUAL(fdp_bucket_count(bucket), SLOTS);
   int64_t end = 0;
   _Alignas(64) static char flat[4096];
@@ -59,10 +59,49 @@ static void test_layout(void) {
   /* Offsets are whole elements for any element size. */
   fdp_view triples[2] = {views[0], views[1]};
   triples[0].dtype = triples[1].dtype = (fdp_dtype){FDP_CODE_FLOAT, 8, 3};
-  CHECK_OK(fdp_bucket_open(triples, 2, &bucket));
+  CHECK_OK(fdp_bucket_open(triples, NULL, 2, &bucket));
   CHECK_EQUAL(fdp_bucket_offset_bytes(bucket, 1), 192); /* after 180 bytes: 3 * 64 */
   fdp_bucket_close(bucket);
   fdp_bucket_close(NULL);
+  close_tensors(arrays);
+}
+
+/* One behind the other, with a hole of three elements before slot 5. */
+static void tight_offsets(const fdp_view *views, int64_t *offsets_elems) {
+  int64_t end = 0;
+  for (int32_t k = 0; k < SLOTS; ++k) {
+    if (k == 5) end += 3;
+    offsets_elems[k] = end;
+    end += fdp_view_count_elems(&views[k]);
+  }
+}
+
+static void test_given_offsets(void) {
+  rig_array arrays[SLOTS];
+  fdp_view views[SLOTS];
+  int64_t offsets[SLOTS];
+  fdp_bucket *bucket = NULL;
+  open_tensors(arrays, views, float32, host, 0);
+  tight_offsets(views, offsets);
+  CHECK_OK(fdp_bucket_open(views, offsets, SLOTS, &bucket));
+  for (int32_t k = 0; k < SLOTS; ++k) {
+    fdp_view slot = fdp_bucket_slot(bucket, k, NULL, host);
+    CHECK_EQUAL(fdp_bucket_offset_bytes(bucket, k), 4 * offsets[k]);
+    CHECK(fdp_view_same_shape(&slot, &views[k]) && fdp_view_is_dense(&slot));
+  }
+  CHECK_EQUAL(fdp_bucket_size_bytes(bucket), 4 * (offsets[SLOTS - 1] + 64));
+  fdp_bucket_close(bucket);
+  /* Slot 2 is empty: between 61 and 61. */
+  offsets[2] = 60;
+  CHECK_FAILS(fdp_bucket_open(views, offsets, SLOTS, &bucket), FDP_INVALID_ARGUMENT,
+              "bucket: offsets[2] is 60, must be at least 61, where the slots before it end");
+  offsets[0] = -1;
+  CHECK_FAILS(fdp_bucket_open(views, offsets, SLOTS, &bucket), FDP_INVALID_ARGUMENT,
+              "bucket: offsets[0] is -1, must be at least 0, where the slots before it end");
+  offsets[0] = INT64_MAX / 4 + 1;
+  CHECK_FAILS(fdp_bucket_open(views, offsets, SLOTS, &bucket), FDP_INVALID_ARGUMENT,
+              "bucket: size overflows at prototypes[0] of 60 elements, must be at most "
+              "9223372036854775807 bytes");
   close_tensors(arrays);
 }
 
@@ -72,29 +111,29 @@ static void test_open_refuses(void) {
   views[0].shape[0] = 4;
   views[0].strides[0] = 1;
   views[1] = views[0];
-  CHECK_FAILS(fdp_bucket_open(views, 0, &bucket), FDP_INVALID_ARGUMENT,
+  CHECK_FAILS(fdp_bucket_open(views, NULL, 0, &bucket), FDP_INVALID_ARGUMENT,
               "bucket: number of prototypes is 0, must be at least 1");
   views[1].dtype = float64;
-  CHECK_FAILS(fdp_bucket_open(views, 2, &bucket), FDP_INVALID_TYPE,
+  CHECK_FAILS(fdp_bucket_open(views, NULL, 2, &bucket), FDP_INVALID_TYPE,
               "bucket: prototypes[1] is float64, must be float32 as prototypes[0]");
   views[1] = views[0];
   views[1].shape[0] = -1;
-  CHECK_FAILS(fdp_bucket_open(views, 2, &bucket), FDP_INVALID_ARGUMENT,
+  CHECK_FAILS(fdp_bucket_open(views, NULL, 2, &bucket), FDP_INVALID_ARGUMENT,
               "bucket: prototypes[1]: size of dimension 0 is -1, must not be negative");
   views[1].shape[0] = INT64_MAX / 4;
-  CHECK_FAILS(fdp_bucket_open(views, 2, &bucket), FDP_INVALID_ARGUMENT,
+  CHECK_FAILS(fdp_bucket_open(views, NULL, 2, &bucket), FDP_INVALID_ARGUMENT,
               "bucket: size overflows at prototypes[1] of 2305843009213693951 elements, must be at "
               "most 9223372036854775807 bytes");
   views[1].ndim = 2;
   views[1].shape[1] = 8;
-  CHECK_FAILS(fdp_bucket_open(views, 2, &bucket), FDP_INVALID_ARGUMENT,
+  CHECK_FAILS(fdp_bucket_open(views, NULL, 2, &bucket), FDP_INVALID_ARGUMENT,
               "bucket: prototypes[1]: number of elements overflows, must be at most "
               "9223372036854775807");
   views[1].ndim = 65;
-  CHECK_FAILS(fdp_bucket_open(views, 2, &bucket), FDP_INVALID_ARGUMENT,
+  CHECK_FAILS(fdp_bucket_open(views, NULL, 2, &bucket), FDP_INVALID_ARGUMENT,
               "bucket: prototypes[1] has 65 dimensions, must have 0 to 64");
   views[0].dtype = (fdp_dtype){FDP_CODE_UINT, 4, 1};
-  CHECK_FAILS(fdp_bucket_open(views, 1, &bucket), FDP_INVALID_TYPE,
+  CHECK_FAILS(fdp_bucket_open(views, NULL, 1, &bucket), FDP_INVALID_TYPE,
               "bucket: elements of dtype(1,4,1) do not fill whole bytes");
 }
 
@@ -210,19 +249,24 @@ static void one_reduce(const rig *ranks, const fdp_bucket *bucket, fdp_dtype dty
 
 static void test_products(rig_means means) {
   static const int32_t rank_counts[] = {1, 2, 3, 4, 7, 8};
-  static const fdp_dtype dtypes[] = {{FDP_CODE_FLOAT, 32, 1}, {FDP_CODE_INT, 64, 1}};
+  static const fdp_dtype dtypes[] = {{FDP_CODE_FLOAT, 32, 1}, {FDP_CODE_INT, 64, 1},
+                                     {FDP_CODE_INT, 32, 1}};
   rig ranks;
   rig_open(&ranks, means);
-  for (size_t d = 0; d < 2; ++d) {
+  for (size_t d = 0; d < 3; ++d) {
+    bool is_tight = d == 2;
     rig_array arrays[SLOTS];
     fdp_view views[SLOTS];
+    int64_t offsets[SLOTS];
     fdp_bucket *bucket = NULL;
     open_tensors(arrays, views, dtypes[d], host, 0);
-    CHECK_OK(fdp_bucket_open(views, SLOTS, &bucket));
+    tight_offsets(views, offsets);
+    CHECK_OK(fdp_bucket_open(views, is_tight ? offsets : NULL, SLOTS, &bucket));
     close_tensors(arrays);
     for (size_t n = 0; n < sizeof rank_counts / sizeof rank_counts[0]; ++n) {
       for (int32_t shift = 0; shift < RIG_LAYOUT_COUNT; ++shift) {
-        check_case("%d ranks, layouts shifted by %d", rank_counts[n], shift);
+        check_case("%d ranks, layouts shifted by %d%s", rank_counts[n], shift,
+                   is_tight ? ", given offsets" : "");
         one_broadcast(&ranks, bucket, dtypes[d], rank_counts[n], shift);
         for (int32_t pattern = 0; pattern < 5; ++pattern) {
           check_case("%d ranks, shift %d, missing %d", rank_counts[n], shift, pattern);
@@ -327,7 +371,7 @@ static void test_reduce_refuses(fdp_context *context, const fdp_bucket *bucket, 
   CHECK_FAILS(REDUCE(2), FDP_FAULT_INJECTED, "bucket_reduce: this call was told to fail");
   fdp_view prototype = {.device = host, .dtype = {FDP_CODE_FLOAT, 8, 4}, .ndim = 0};
   fdp_bucket *bytes = NULL;
-  CHECK_OK(fdp_bucket_open(&prototype, 1, &bytes));
+  CHECK_OK(fdp_bucket_open(&prototype, NULL, 1, &bytes));
   CHECK_FAILS(fdp_bucket_reduce(context, bytes, gradients, NULL, 1, &flat.view, NULL),
               FDP_INVALID_TYPE,
               "bucket_reduce: bucket is dtype(2,8,4), must be a dtype that can be summed");
@@ -337,6 +381,7 @@ static void test_reduce_refuses(fdp_context *context, const fdp_bucket *bucket, 
 
 void test_bucket(void) {
   test_layout();
+  test_given_offsets();
   test_open_refuses();
   for (int32_t means = 0; means < RIG_MEANS_COUNT; ++means) test_products((rig_means)means);
   fdp_context *context = NULL;
@@ -345,7 +390,7 @@ void test_bucket(void) {
   fdp_view views[SLOTS];
   CHECK_OK(fdp_context_open(&context));
   open_tensors(arrays, views, float32, host, 0);
-  CHECK_OK(fdp_bucket_open(views, SLOTS, &bucket));
+  CHECK_OK(fdp_bucket_open(views, NULL, SLOTS, &bucket));
   test_broadcast_refuses(context, bucket, views);
   test_reduce_refuses(context, bucket, views);
   close_tensors(arrays);

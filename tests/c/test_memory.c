@@ -34,7 +34,7 @@ static void work_open(work *made, rig_means means, rig_layout layout) {
       prototypes[k] = made->whole.view;
     }
   }
-  CHECK_OK(fdp_bucket_open(prototypes, SLOTS, &made->bucket));
+  CHECK_OK(fdp_bucket_open(prototypes, NULL, SLOTS, &made->bucket));
   int64_t length = fdp_bucket_size_bytes(made->bucket) / 4;
   for (int32_t r = 0; r < RANKS; ++r) {
     made->flats[r] = rig_array_open(float32, 1, &length, RIG_ROWS, made->ranks.ids[r]);

@@ -97,7 +97,7 @@ static fdp_status call(scene *made, scene_verb verb) {
   fdp_bucket *bucket = NULL;
   fdp_view prototype = {.device = host, .dtype = float32, .ndim = 2, .shape = {LENGTH, 2},
                         .strides = {2, 1}};
-  CHECK_OK(fdp_bucket_open(&prototype, 1, &bucket));
+  CHECK_OK(fdp_bucket_open(&prototype, NULL, 1, &bucket));
   fdp_status status = FDP_OK;
   switch (verb) {
     case SCENE_SCATTER:
@@ -300,7 +300,7 @@ static void test_targets_are_independent(void) {
     targets[r] = rig_array_open(float32, 1, (int64_t[]){4}, RIG_ROWS, ranks.ids[r + 1]);
     views[r] = flats[r] = targets[r].view;
   }
-  CHECK_OK(fdp_bucket_open(&source.view, 1, &bucket));
+  CHECK_OK(fdp_bucket_open(&source.view, NULL, 1, &bucket));
   fdp_device *home = ranks.devices[0], *busy = ranks.devices[1], *idle = ranks.devices[2];
   CHECK_OK(home->ops->event_open(home, &event));
   for (int32_t verb = 0; verb < 2; ++verb) {
