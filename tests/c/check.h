@@ -24,6 +24,7 @@ void test_transport_order(void);
 void test_transports(void);
 void test_memory(void);
 void test_nccl(void);
+void test_nccl_errors(void);
 
 /* Says which case of a product is running, in the messages of failed checks. */
 void check_case(const char *format, ...) __attribute__((format(printf, 1, 2)));

@@ -1,44 +1,11 @@
-#include "fake_nccl.h"
-
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../csrc/nccl.h"
+#include "fake_nccl_inside.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define MAX_OPS 4096
-
-typedef struct clique {
-  fdp_nccl_id id;
-  int count;
-  pthread_t user; /* while it is in a group */
-  bool is_used;
-  fdp_nccl_comm *comms[64]; /* NULL once ended */
-  fdp_nccl_comm *memory;
-} clique;
-
-struct fdp_nccl_comm {
-  clique *clique;
-  int rank;
-  fdp_device *device;
-  int async_result;
-};
-
-typedef enum op_kind { OP_BROADCAST, OP_REDUCE, OP_SEND, OP_RECV } op_kind;
-
-typedef struct op {
-  op_kind kind;
-  fdp_nccl_comm *comm;
-  const void *source;
-  void *target;
-  size_t count_elems;
-  int dtype;
-  int peer;
-  fdp_stream *stream;
-  bool is_done;
-} op;
 
 typedef struct init_op {
   fdp_nccl_comm **comm;
@@ -58,11 +25,6 @@ typedef struct group {
   int init_count;
 } group;
 
-typedef struct memory {
-  struct memory *next;
-  _Alignas(64) char bytes[];
-} memory;
-
 static _Thread_local group *current_group;
 static _Thread_local fdp_device *current_device;
 
@@ -78,7 +40,6 @@ static struct {
   int hung_count;
   unsigned id_count;
   void (*spare)(bool is_on);
-  memory *memories; /* what groups copied through */
   clique *cliques[256];
   int clique_count;
 } state = {.mutex = PTHREAD_MUTEX_INITIALIZER,
@@ -90,7 +51,7 @@ static void violate_locked(const char *text) {
   snprintf(state.counts.violation, sizeof state.counts.violation, "%s", text);
 }
 
-static void violate(const char *text) {
+void fake_violate(const char *text) {
   pthread_mutex_lock(&state.mutex);
   violate_locked(text);
   pthread_mutex_unlock(&state.mutex);
@@ -114,129 +75,8 @@ static int arrive(const char *call) {
   return result;
 }
 
-/* --- what it does to streams --- */
-
-static void *memory_open(size_t size_bytes) {
-  memory *opened = aligned_alloc(64, (sizeof *opened + size_bytes + 63) / 64 * 64);
-  pthread_mutex_lock(&state.mutex);
-  opened->next = state.memories;
-  state.memories = opened;
-  pthread_mutex_unlock(&state.mutex);
-  return opened->bytes;
-}
-
-static const fdp_dtype dtypes[] = {
-    {FDP_CODE_INT, 8, 1},    {FDP_CODE_UINT, 8, 1},   {FDP_CODE_INT, 32, 1},
-    {FDP_CODE_UINT, 32, 1},  {FDP_CODE_INT, 64, 1},   {FDP_CODE_UINT, 64, 1},
-    {FDP_CODE_FLOAT, 16, 1}, {FDP_CODE_FLOAT, 32, 1}, {FDP_CODE_FLOAT, 64, 1},
-    {FDP_CODE_BFLOAT, 16, 1}};
-
-static size_t op_bytes(const op *o) { return o->count_elems * fdp_dtype_bytes(dtypes[o->dtype]); }
-
-/* Takes what the op reads out of its source; `then` may read the copy afterwards. */
-static void *take_source(const op *from, const op *then) {
-  fdp_device *device = from->comm->device;
-  fdp_event *event = NULL;
-  void *bytes = memory_open(op_bytes(from));
-  bool is_ok = device->ops->copy(device, from->stream, bytes, from->source,
-                                 (int64_t)op_bytes(from)) == FDP_OK;
-  if (then->stream != from->stream) {
-    is_ok &= device->ops->event_open(device, &event) == FDP_OK &&
-             device->ops->event_record(device, event, from->stream) == FDP_OK &&
-             then->comm->device->ops->stream_wait(then->comm->device, then->stream, event) ==
-                 FDP_OK;
-    device->ops->event_close(device, event);
-  }
-  if (!is_ok) violate("the device refused");
-  return bytes;
-}
-
 static void spare(bool is_on) {
   if (state.spare) state.spare(is_on);
-}
-
-static void put_target(const op *o, const void *bytes) {
-  fdp_device *device = o->comm->device;
-  device->ops->copy(device, o->stream, o->target, bytes, (int64_t)op_bytes(o));
-}
-
-static void run_broadcast(op *const *ranks, int count) {
-  const op *root = ranks[ranks[0]->peer];
-  for (int i = 0; i < count; ++i) {
-    if (ranks[i] != root) put_target(ranks[i], take_source(root, ranks[i]));
-  }
-  if (root->target != root->source) put_target(root, take_source(root, root));
-}
-
-static void run_reduce(op *const *ranks, int count) {
-  const op *root = ranks[ranks[0]->peer];
-  const void *sources[64];
-  /* The last rank first: NCCL's order is not the ranks'. */
-  for (int i = 0; i < count; ++i) sources[count - 1 - i] = take_source(ranks[i], root);
-  fdp_sum sum = {.target = root->target, .sources = sources, .source_count = count,
-                 .count_elems = (int64_t)root->count_elems, .dtype = dtypes[root->dtype]};
-  fdp_device *device = root->comm->device;
-  device->ops->sum(device, root->stream, &sum, 1);
-}
-
-static op *find_recv(group *g, const op *send) {
-  for (int i = 0; i < g->op_count; ++i) {
-    op *o = &g->ops[i];
-    if (o->is_done || o->kind != OP_RECV || o->comm->clique != send->comm->clique) continue;
-    if (o->comm->rank == send->peer && o->peer == send->comm->rank) return o;
-  }
-  return NULL;
-}
-
-/* The next collective of each rank of the clique, which have to be alike. */
-static void run_collective(group *g, const op *first) {
-  clique *c = first->comm->clique;
-  op *ranks[64] = {NULL};
-  for (int i = 0; i < g->op_count; ++i) {
-    op *o = &g->ops[i];
-    bool is_collective = o->kind == OP_BROADCAST || o->kind == OP_REDUCE;
-    if (o->is_done || !is_collective || o->comm->clique != c || ranks[o->comm->rank]) continue;
-    ranks[o->comm->rank] = o;
-    o->is_done = true;
-  }
-  for (int r = 0; r < c->count; ++r) {
-    if (!ranks[r]) {
-      violate("a collective without all ranks");
-      return;
-    }
-    if (ranks[r]->kind != first->kind || ranks[r]->count_elems != first->count_elems ||
-        ranks[r]->dtype != first->dtype || ranks[r]->peer != first->peer) {
-      violate("a collective that differs between ranks");
-      return;
-    }
-  }
-  if (first->kind == OP_BROADCAST) {
-    run_broadcast(ranks, c->count);
-  } else {
-    run_reduce(ranks, c->count);
-  }
-}
-
-static void run_ops(group *g) {
-  for (int i = 0; i < g->op_count; ++i) {
-    op *o = &g->ops[i];
-    if (o->is_done || o->kind == OP_RECV) continue;
-    if (o->kind != OP_SEND) {
-      run_collective(g, o);
-      continue;
-    }
-    op *recv = find_recv(g, o);
-    o->is_done = true;
-    if (!recv || op_bytes(recv) != op_bytes(o)) {
-      violate("a send without its receive");
-      continue;
-    }
-    recv->is_done = true;
-    put_target(recv, take_source(o, recv));
-  }
-  for (int i = 0; i < g->op_count; ++i) {
-    if (!g->ops[i].is_done) violate("a receive without its send");
-  }
 }
 
 static void run_inits(group *g) {
@@ -326,7 +166,7 @@ int ncclGroupStart(void) {
 int ncclGroupEnd(void) {
   group *g = current_group;
   if (!g) {
-    violate("a group is ended that was not started");
+    fake_violate("a group is ended that was not started");
     return FDP_NCCL_INVALID_USAGE;
   }
   int result = arrive("ncclGroupEnd");
@@ -335,7 +175,7 @@ int ncclGroupEnd(void) {
   if (result == FDP_NCCL_SUCCESS) result = g->result;
   if (result == FDP_NCCL_SUCCESS && g->init_count > 0) run_inits(g);
   spare(true);
-  if (result == FDP_NCCL_SUCCESS) run_ops(g);
+  if (result == FDP_NCCL_SUCCESS) fake_run_ops(g->ops, g->op_count);
   spare(false);
   pthread_mutex_lock(&state.mutex);
   for (int i = 0; i < g->op_count; ++i) g->ops[i].comm->clique->is_used = false;
@@ -350,7 +190,7 @@ int ncclCommInitRankConfig(fdp_nccl_comm **comm, int count, fdp_nccl_id id, int 
   if (result != FDP_NCCL_SUCCESS) return result;
   if (config->size != 48 || config->magic != 0xcafebeef || config->version != 21800 ||
       config->blocking != 1) {
-    violate("a wrong config");
+    fake_violate("a wrong config");
   }
   pthread_mutex_lock(&state.mutex);
   int ctas = config->max_ctas == FDP_NCCL_UNDEFINED ? 0 : config->max_ctas;
@@ -359,7 +199,7 @@ int ncclCommInitRankConfig(fdp_nccl_comm **comm, int count, fdp_nccl_id id, int 
   }
   pthread_mutex_unlock(&state.mutex);
   if (!current_group) {
-    violate("init outside a group");
+    fake_violate("init outside a group");
     return FDP_NCCL_INVALID_USAGE;
   }
   current_group->inits[current_group->init_count++] =
@@ -403,7 +243,7 @@ static int add(const char *call, op o, int *counter) {
   int result = arrive(call);
   if (result != FDP_NCCL_SUCCESS) return result;
   if (!current_group) {
-    violate("an operation outside a group");
+    fake_violate("an operation outside a group");
     return FDP_NCCL_INVALID_USAGE;
   }
   pthread_mutex_lock(&state.mutex);
@@ -426,7 +266,7 @@ int ncclBroadcast(const void *source, void *target, size_t count, int dtype, int
 int ncclReduce(const void *source, void *target, size_t count, int dtype, int sum, int root,
                fdp_nccl_comm *comm, void *stream) {
   op o = {OP_REDUCE, comm, source, target, count, dtype, root, stream, false};
-  if (sum != FDP_NCCL_SUM) violate("no sum");
+  if (sum != FDP_NCCL_SUM) fake_violate("no sum");
   return add("ncclReduce", o, &state.counts.reduces);
 }
 
@@ -458,11 +298,7 @@ static void release(void) {
 static void reset(void) {
   pthread_mutex_lock(&state.mutex);
   release_locked();
-  while (state.memories) {
-    memory *first = state.memories;
-    state.memories = first->next;
-    free(first);
-  }
+  fake_drop_memories();
   for (int i = 0; i < state.clique_count; ++i) {
     clique *c = state.cliques[i];
     free(c->memory);
@@ -518,5 +354,5 @@ static void set_spare(void (*function)(bool is_on)) { state.spare = function; }
 static int depth(void) { return current_group ? current_group->depth : 0; }
 
 EXPORT const fake_nccl_table fake_nccl = {reset,   read_counts, set_version, fail_call, hang,
-                                          release, fail_rank,   set_current, depth,     violate,
+                                          release, fail_rank,   set_current, depth,     fake_violate,
                                           set_spare};

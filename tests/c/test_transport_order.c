@@ -1,6 +1,6 @@
 /* Stream order of the transports between GPUs, on the simulated backend: as test_order.c, over
- * `peer` and `host`, with devices listed several times, and with buckets large enough for shards
- * and chunks (the Makefile shrinks those limits). */
+ * `peer`, `host` and `nccl`, with devices listed several times, and with buckets large enough for
+ * shards and chunks (the Makefile shrinks those limits). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -291,11 +291,11 @@ static int32_t count_idle_waits(scene_verb verb, const char *transport, const ma
  * - host's sums: home takes scratch for three ranks, all of which the other caller's home gave back
  *   at once: two of the three waits, in every round but the first. */
 static void test_left_out_waits(void) {
-  static const int32_t idle_waits[2][VERB_COUNT] = {
+  static const int32_t idle_waits[3][VERB_COUNT] = {
       {[BUCKET_BROADCAST] = 3 * 2 + 3 * 2},
       {[REDUCE] = 2 * (ROUNDS - 1), [BUCKET_REDUCE] = 2 * (ROUNDS - 1)},
   };
-  for (int32_t t = 0; t < 2; ++t) {
+  for (int32_t t = 0; t < 3; ++t) {
     for (int32_t verb = 0; verb < VERB_COUNT; ++verb) {
       check_case("%s, verb %d", transports[t], verb);
       CHECK_EQUAL(count_idle_waits((scene_verb)verb, transports[t], &maps[2]),
