@@ -1,25 +1,59 @@
-"""Every private attribute of torch that fastdp uses, with what happens where a torch lacks it.
+"""Every private attribute of torch that fastdp uses, and what happens where a torch lacks it.
 
-Nothing else in the package may name a private attribute of torch (tests/test_torch_compat.py reads
-the list below and says which one a new torch has lost).
+Two tables, which tests/test_torch_compat.py checks against this torch and against the package's
+source. `PRIVATE`: used in this file alone, behind a function. `SHARED`: named elsewhere too, as
+they are the protocol between nn.Module, nn.DataParallel and torch's own modules, which a drop-in
+keeps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from typing import Any, ContextManager
 
 import torch
 
-# name -> where it lives; the test looks each one up.
+# name -> (where it lives, what fastdp does without it)
 PRIVATE = {
-    "_make_subclass": "torch.Tensor",
-    "_set_sequence_nr": "torch.autograd.Function",  # on a node, made by a Function
-    "_log_api_usage_once": "torch._C",
-    "_check_balance": "torch.nn.parallel.data_parallel",
-    "_current_level": "torch.autograd.forward_ad",
-    "maybe_current_level": "torch._C._functorch",
-    "_cuda_getCurrentRawStream": "torch._C",  # in CUDA builds of torch
+    "_make_subclass": ("torch.Tensor", "none: parameters of a subclass raise"),
+    "_set_sequence_nr": ("a node of torch.autograd.Function", "gradients are summed later"),
+    "_log_api_usage_once": ("torch._C", "use is not logged"),
+    "_check_balance": ("torch.nn.parallel.data_parallel", "unlike GPUs draw no warning"),
+    "_current_level": ("torch.autograd.forward_ad", "frozen parameters carry no tangents"),
+    "_functorch": ("torch._C", "as for maybe_current_level"),
+    "maybe_current_level": ("torch._C._functorch", "torch.func raises torch's own error"),
+    "_cuda_getCurrentRawStream": ("torch._C of a CUDA build", "the public, slower way"),
+}
+
+# name -> what it is
+SHARED = {
+    "_parameters": "nn.Module's dictionaries",
+    "_buffers": "nn.Module's dictionaries",
+    "_modules": "nn.Module's dictionaries",
+    "_is_replica": "nn.DataParallel's mark on a replica",
+    "_former_parameters": "a replica's parameters, where nn.DataParallel leaves them",
+    "_replicate_for_data_parallel": "nn.Module's hook for classes that replicate themselves",
+    "_compiled_call_impl": "what nn.Module.compile() binds to the base",
+    "_flat_weights": "an RNN's list of its weights",
+    "_flat_weights_names": "their names",
+    "_flat_weight_refs": "weak references to them",
+    "_orig_mod": "the module inside one that torch.compile made",
+    "_initialize": "a method of such a module, and of lazy ones",
+    "_dynamo": "the part of torch that traces; looked for among the loaded modules only",
+    "_indices": "a sparse tensor's, coalesced or not",
+    "_values": "a sparse tensor's, coalesced or not",
+    "_forward_hooks": "nn.Module's hooks; copied as nn.Module._replicate_for_data_parallel does",
+    "_forward_pre_hooks": "hooks",
+    "_forward_hooks_with_kwargs": "hooks",
+    "_forward_pre_hooks_with_kwargs": "hooks",
+    "_forward_hooks_always_called": "hooks",
+    "_backward_hooks": "hooks",
+    "_backward_pre_hooks": "hooks",
+    "_state_dict_hooks": "hooks",
+    "_state_dict_pre_hooks": "hooks",
+    "_load_state_dict_pre_hooks": "hooks",
+    "_load_state_dict_post_hooks": "hooks",
 }
 
 
@@ -86,8 +120,8 @@ def log_use(name: str) -> None:
 
 def check_balance(indices: Any) -> None:
     """torch's warning about unlike GPUs."""
-    from torch.nn.parallel import data_parallel
-
-    check = getattr(data_parallel, "_check_balance", None)
+    # By its full name: torch.nn.parallel.data_parallel is also a function of that name.
+    module = importlib.import_module("torch.nn.parallel.data_parallel")
+    check = getattr(module, "_check_balance", None)
     if check is not None:
         check(indices)

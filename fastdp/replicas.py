@@ -32,7 +32,7 @@ from .streams import Communication
 
 __all__ = ["replicate"]
 
-# Sets that user code held when their call ended; looked at again before a new one is made.
+# Sets that user code held when their call ended; looked at again at the next.
 _MAX_LENT = 2
 
 Tensors = Tuple[torch.Tensor, ...]
@@ -351,6 +351,7 @@ class Replicator:
         description += self._rnn_weights.describe()
         plan = self._plans.get((ranks, differentiable))
         if plan is None or plan.description != description:
+            check_tensors(root)
             check_home(tensors, self._devices[0])
             devices = self._devices[:ranks]
             alone = [place for place, tensor in enumerate(tensors) if _is_sparse(tensor)]
@@ -369,12 +370,13 @@ class Replicator:
         return plan
 
     def _take_set(self, root: nn.Module) -> ReplicaSet:
-        if self._idle:
-            return self._idle.pop()
-        for replicas in self._lent:
+        # Even where one is idle: a set that was let go late would keep its copies for ever.
+        for replicas in list(self._lent):
             if replicas.empty_if_idle(self._weak):
                 self._lent.remove(replicas)
-                return replicas
+                self._idle.append(replicas)
+        if self._idle:
+            return self._idle.pop()
         return ReplicaSet(self._tree, root, self._devices)
 
     def forget(self) -> None:
@@ -396,6 +398,18 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
+def check_tensors(root: nn.Module) -> None:
+    """torch's own methods keep all else out of these dictionaries; other code may write there."""
+    for prefix, module in root.named_modules():
+        for kind, members in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, value in members.items():
+                if value is not None and not isinstance(value, torch.Tensor):
+                    path = f"{prefix}.{name}" if prefix else f"{name}"
+                    raise TypeError(
+                        f"{kind} {path!r} must be a tensor or None, got {type(value).__name__}"
+                    )
+
+
 def check_home(tensors: Iterable[torch.Tensor], home: torch.device) -> None:
     for tensor in tensors:
         if tensor.device != home:
@@ -410,6 +424,7 @@ def _described(tensors: Tensors, root: nn.Module, home: torch.device) -> bytes:
     try:
         return _C.describe(tensors)
     except Exception:
+        check_tensors(root)
         check_home(tensors, home)
         # A lazy module that has not run yet says so itself, in torch's words.
         for module in root.modules():

@@ -17,7 +17,7 @@ from torch import nn
 from . import _torch_compat, environment, trees
 from .apply import apply_modules
 from .devices import parse_device, parse_devices
-from .replicas import Lease, Replicator, check_home, replicate
+from .replicas import Lease, Replicator, check_home, check_tensors, replicate
 from .workers import Teams
 
 __all__ = ["DataParallel", "data_parallel"]
@@ -295,6 +295,7 @@ def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _check_one_device(module: nn.Module) -> None:
+    check_tensors(module)
     found = {tensor.device for tensor in _tensors_of(module)}
     if len(found) > 1:
         raise ValueError(

@@ -1,0 +1,288 @@
+"""Turns: short forwards one after the other, long ones at once, and no deadlock where replicas wait
+for each other. The clock is the test's own."""
+
+import threading
+import types
+
+import pytest
+import torch
+from nets import Apply, ints, linear, ranked, same
+
+from fastdp import _C, pace
+from fastdp.pace import Pace
+
+row = pytest.mark.row
+CPU = torch.device("cpu")
+GPUS = [torch.device("cuda:0"), torch.device("cuda:1")]  # named, never used
+
+
+class Clock:
+    """Shows a time that only the test moves on."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def perf_counter(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(pace, "time", clock)
+    return clock
+
+
+def run(a_pace, clock, seconds, device=CPU):
+    with a_pace.timed(device):
+        clock.now_s += seconds
+
+
+class Turn:
+    """A hand-off that notes how long one is ready to wait for it."""
+
+    def __init__(self, error=None):
+        self.error, self.timeouts = error, []
+
+    def take(self, timeout_s):
+        self.timeouts.append(timeout_s)
+        if self.error is not None:
+            raise self.error
+
+
+def test_the_first_forward_takes_no_turns(clock):
+    a_pace = Pace()
+    assert not a_pace.takes_turns([CPU, CPU])
+    run(a_pace, clock, 0.001)
+    assert a_pace.takes_turns([CPU, CPU])
+
+
+@pytest.mark.parametrize("seconds, takes_turns", [(0.0149, True), (0.0151, False), (3.0, False)])
+def test_only_short_forwards_take_turns(clock, seconds, takes_turns):
+    a_pace = Pace()
+    run(a_pace, clock, seconds)
+    assert a_pace.takes_turns([CPU, CPU]) is takes_turns
+
+
+def test_a_forward_that_grows_longer_is_noticed_and_one_slow_one_is_not(clock):
+    a_pace = Pace()
+    run(a_pace, clock, 0.001)
+    run(a_pace, clock, 0.05)
+    assert a_pace.takes_turns([CPU, CPU])  # 0.8 * 1 ms + 0.2 * 50 ms
+    for _ in range(3):
+        run(a_pace, clock, 0.05)
+    assert not a_pace.takes_turns([CPU, CPU])
+    for _ in range(12):
+        run(a_pace, clock, 0.001)
+    assert a_pace.takes_turns([CPU, CPU])
+
+
+def test_a_failed_forward_is_no_measure(clock):
+    a_pace = Pace()
+    with pytest.raises(KeyboardInterrupt), a_pace.timed(CPU):
+        clock.now_s += 0.001
+        raise KeyboardInterrupt
+    assert not a_pace.takes_turns([CPU, CPU])
+
+
+@pytest.mark.parametrize("usual_s, patience_s", [(0.001, 0.02), (0.005, 0.02), (0.01, 0.04)])
+def test_a_turn_is_awaited_for_a_few_forwards(clock, usual_s, patience_s):
+    a_pace, turn = Pace(), Turn()
+    run(a_pace, clock, usual_s)
+    a_pace.await_turn(turn)
+    assert turn.timeouts == [pytest.approx(patience_s)]
+    assert a_pace.takes_turns([CPU, CPU])
+
+
+def test_a_turn_that_does_not_come_ends_the_turns_for_good(clock):
+    a_pace = Pace()
+    run(a_pace, clock, 0.001)
+    a_pace.await_turn(Turn(_C.TimeoutError("handoff: no item in 20 ms")))
+    for _ in range(100):
+        run(a_pace, clock, 0.001)
+        assert not a_pace.takes_turns([CPU, CPU])
+
+
+def test_an_abandoned_turn_says_so(clock):
+    a_pace = Pace()
+    run(a_pace, clock, 0.001)
+    with pytest.raises(_C.AbortedError):
+        a_pace.await_turn(Turn(_C.AbortedError("closed")))
+
+
+class Event:
+    """An event of a GPU that passes when the test says so."""
+
+    def __init__(self, compute_s):
+        self.compute_s, self.passed = compute_s, False
+
+    def query(self):
+        return self.passed
+
+    def elapsed_time(self, other):
+        return self.compute_s * 1e3
+
+
+@pytest.mark.parametrize("compute_s, takes_turns", [(0.004, True), (0.0149, True), (0.0151, False)])
+def test_on_several_gpus_only_where_python_is_the_slower_side(clock, compute_s, takes_turns):
+    """Python launches for 10 ms; half as much again is the border."""
+    a_pace, event = Pace(), Event(compute_s)
+    run(a_pace, clock, 0.01)
+    assert not a_pace.takes_turns(GPUS), "nothing is known of the GPUs yet"
+    a_pace._sample = event, event
+    assert not a_pace.takes_turns(GPUS), "the GPU has not finished: no wait for it"
+    event.passed = True
+    assert a_pace.takes_turns(GPUS) is takes_turns
+    assert a_pace._sample is None
+    assert a_pace.takes_turns(GPUS[:1] * 2), "one GPU: the replicas share it anyway"
+
+
+def test_gpus_are_timed_in_few_calls(clock, monkeypatch):
+    recorded = []
+
+    class Recorded:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            recorded.append(stream)
+
+    cuda = types.SimpleNamespace(Event=Recorded, current_stream=lambda device: device)
+    monkeypatch.setattr(pace, "torch", types.SimpleNamespace(cuda=cuda))
+    a_pace = Pace()
+    for _ in range(32):
+        run(a_pace, clock, 0.001, GPUS[0])
+    assert recorded == GPUS[:1] * 4  # begin and end of the calls 2 and 18
+    run(a_pace, clock, 0.001, CPU)
+    assert len(recorded) == 4
+
+
+# Whole wrappers.
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """On a busy machine a turn may take long; it must not end the turns here."""
+    monkeypatch.setattr(pace, "_LEAST_PATIENCE_S", 60.0)
+
+
+def spans():
+    """A forward that notes when each replica starts and ends, and the notes."""
+    notes, lock = [], threading.Lock()
+
+    def forward(self, x):
+        rank = int(x[0, 0])
+        with lock:
+            notes.append(("start", rank))
+        out = self.lin(x)
+        with lock:
+            notes.append(("end", rank))
+        return out
+
+    return forward, notes
+
+
+@row("I: threads; short forwards take turns")
+@pytest.mark.usefixtures("patient")
+def test_short_forwards_take_turns(fast, clock):
+    forward, notes = spans()
+    dp = fast.wrap(Apply(forward), 4)
+    dp(ranked(4))
+    for _ in range(20):
+        notes.clear()
+        if fast.gpus > 1:
+            dp._fastdp_runtime.teams.pace._compute_s = 0.0
+        same(dp(ranked(4)).detach(), linear()(ranked(4)).detach())
+        assert notes == [(what, rank) for rank in range(4) for what in ("start", "end")]
+
+
+@row("I: threads; long forwards run at once")
+@pytest.mark.usefixtures("patient")
+def test_long_forwards_run_at_once(fast, clock):
+    """Each waits for all others; with turns they would wait for long, and the barrier breaks."""
+    barrier = threading.Barrier(3)
+
+    def forward(self, x):
+        clock.now_s += 0.1
+        barrier.wait(20)
+        return self.lin(x)
+
+    dp = fast.wrap(Apply(forward), 3)
+    for _ in range(5):
+        same(dp(ranked(3)).detach(), linear()(ranked(3)).detach())
+    assert not dp._fastdp_runtime.teams.pace._gave_up
+
+
+@row("I: threads; replicas that wait for each other")
+def test_short_forwards_that_wait_for_each_other_do_not_hang(fast, clock, monkeypatch):
+    """The case of batch norm synchronised by queues. Taking turns is given up, for good: after
+    the first such call nothing is waited for any more."""
+    waiting, barrier = [], threading.Barrier(3)
+
+    def forward(self, x):
+        if waiting:
+            barrier.wait(20)
+        return self.lin(x)
+
+    dp = fast.wrap(Apply(forward), 3)
+    dp(ranked(3))
+    a_pace = dp._fastdp_runtime.teams.pace
+    waiting.append(True)
+    if fast.gpus > 1:
+        a_pace._compute_s = 0.0
+    same(dp(ranked(3)).detach(), linear()(ranked(3)).detach())
+    assert a_pace._gave_up
+    monkeypatch.setattr(pace, "_LEAST_PATIENCE_S", 60.0)
+    for _ in range(3):
+        same(dp(ranked(3)).detach(), linear()(ranked(3)).detach())
+
+
+@row("I: threads; short forwards take turns: an error in one")
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.usefixtures("patient")
+def test_an_error_passes_the_turn_on(fast, clock, rank):
+    failing = []
+
+    def forward(self, x):
+        if failing and int(x[0, 0]) == rank:
+            raise ValueError("no")
+        return self.lin(x)
+
+    dp = fast.wrap(Apply(forward), 3)
+    dp(ranked(3))
+    failing.append(True)
+    with pytest.raises(ValueError, match=f"replica {rank}"):
+        dp(ranked(3))
+    failing.clear()
+    same(dp(ranked(3)).detach(), linear()(ranked(3)).detach())
+
+
+@row("I: Ctrl-C; short forwards take turns")
+@pytest.mark.usefixtures("patient")
+def test_an_interrupt_ends_those_that_wait_for_their_turn(fast, clock):
+    interrupted, ran = [], []
+
+    def forward(self, x):
+        ran.append(int(x[0, 0]))
+        if interrupted and x[0, 0] == 0:
+            raise KeyboardInterrupt
+        return self.lin(x)
+
+    others = set(threading.enumerate())
+    dp = fast.wrap(Apply(forward), 3)
+    dp(ranked(3))
+    if fast.gpus > 1:
+        dp._fastdp_runtime.teams.pace._compute_s = 0.0
+    workers = set(threading.enumerate()) - others
+    assert len(workers) == 2
+    ran.clear()
+    interrupted.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        dp(ranked(3))
+    for thread in workers:
+        thread.join(20)
+        assert not thread.is_alive(), "still waits for its turn"
+    assert ran == [0]
+    interrupted.clear()
+    x = ints(6, 3)
+    same(dp(x).detach(), linear()(x).detach())
