@@ -34,9 +34,13 @@
 #define FDP_POOL_IDLE_BYTES (INT64_C(1) << 30)
 #endif
 
-/* Scratch buffers of one size that a transport keeps in flight before it waits for one. */
+/* Scratch buffers of one size that a transport keeps in flight before it waits for one; of those
+ * above the second bound, which are a model's largest tensor or so, it keeps one. */
 #ifndef FDP_POOL_DEPTH
 #define FDP_POOL_DEPTH 3
+#endif
+#ifndef FDP_POOL_DEEP_BYTES
+#define FDP_POOL_DEEP_BYTES (INT64_C(64) << 20)
 #endif
 
 /* From this size up a bucket between three or more GPUs is cut into shards (transport_peer.c):

@@ -231,6 +231,7 @@ static fdp_status take(fdp_pool *pool, int64_t size_bytes, fdp_stream_ref taker,
   }
   fdp_status status = FDP_OK;
   pthread_mutex_lock(&pool->mutex);
+  if (depth > 1 && size_bytes > FDP_POOL_DEEP_BYTES) depth = 1;
   bool may_open = !taker.device || pool->buffer_counts[class_index] < depth;
   pool_buffer *taken = find_idle_locked(pool, class_index, taker, may_open);
   if (!taken) FDP_TRY(open_buffer_locked(pool, class_index, &taken));

@@ -37,7 +37,7 @@ void fdp_pool_close(fdp_pool *pool);
 fdp_status fdp_pool_take(fdp_pool *pool, int64_t size_bytes, fdp_stream *stream,
                          fdp_buffer **buffer);
 /* For a taker that should not wait for another's use if that can be helped: up to FDP_POOL_DEPTH
- * buffers of a size are made before one that is still in use is taken and waited for. */
+ * buffers of a size (one, if it is large) are made before one in use is taken and waited for. */
 fdp_status fdp_pool_take_deep(fdp_pool *pool, int64_t size_bytes, fdp_stream_ref taker,
                               fdp_buffer **buffer);
 /* For the calling thread, which waits for nothing: a buffer whose last use is over, or a new

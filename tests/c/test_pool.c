@@ -215,6 +215,53 @@ static void *use_pool(void *argument) {
   return NULL;
 }
 
+/* A taker that asks for depth gets buffers of its own while others are in use, up to the bound; the
+ * calling thread always does; and whoever takes one waits for each of its last users. */
+static void test_depth(void) {
+  bench made = bench_open(20000, INT64_MAX);
+  fdp_device *device = made.device;
+  fdp_stream_ref first = {device, made.streams[0]}, second = {device, made.streams[1]};
+  fdp_stream_ref both[] = {first, second};
+  fdp_buffer *buffers[FDP_POOL_DEPTH + 1], *other = NULL;
+  sem_t gates[2];
+  for (int32_t i = 0; i < 2; ++i) {
+    sem_init(&gates[i], 0, 0);
+    CHECK_OK(fdp_device_host_enqueue(device, made.streams[i], wait_for_semaphore, &gates[i]));
+  }
+  for (int64_t i = 0; i <= FDP_POOL_DEPTH; ++i) {
+    CHECK_OK(fdp_pool_take_deep(made.pool, 1000, first, &buffers[i]));
+    CHECK_OK(fdp_pool_give_many(made.pool, buffers[i], both, 2, FDP_OK));
+    CHECK_EQUAL(fdp_pool_read_stats(made.pool).device_takes,
+                i < FDP_POOL_DEPTH ? i + 1 : FDP_POOL_DEPTH);
+  }
+  CHECK(buffers[FDP_POOL_DEPTH] == buffers[0]); /* the one that has been in use longest */
+  CHECK_OK(fdp_pool_take_passed(made.pool, 1000, &other));
+  CHECK_EQUAL(fdp_pool_read_stats(made.pool).device_takes, FDP_POOL_DEPTH + 1);
+  CHECK_OK(fdp_pool_give_many(made.pool, other, NULL, 0, FDP_OK));
+  fdp_buffer *again = NULL;
+  CHECK_OK(fdp_pool_take_passed(made.pool, 1000, &again));
+  CHECK(again == other);
+  CHECK_EQUAL(fdp_pool_give_many(made.pool, again, NULL, 0,
+                                 fdp_fail(FDP_DEVICE_ERROR, "of the work")), FDP_DEVICE_ERROR);
+  CHECK_TEXT(fdp_last_message(), "of the work");
+  for (int32_t i = 0; i < 2; ++i) { /* of a large size there is one */
+    CHECK_OK(fdp_pool_take_deep(made.pool, FDP_POOL_DEEP_BYTES + 1, first, &buffers[i]));
+    CHECK_OK(fdp_pool_give_many(made.pool, buffers[i], &second, 1, FDP_OK));
+  }
+  CHECK(buffers[0] == buffers[1]);
+  fdp_pool_trim(made.pool);
+  CHECK_EQUAL(fdp_pool_read_stats(made.pool).idle_count, FDP_POOL_DEPTH + 1);
+  sem_post(&gates[0]); /* all but the large one have the other stream as a user too */
+  CHECK_OK(fdp_pool_take(made.pool, FDP_POOL_DEEP_BYTES + 1, made.streams[0], &other));
+  CHECK_OK(fdp_pool_give(made.pool, other, made.streams[0]));
+  fdp_pool_trim(made.pool);
+  CHECK_EQUAL(fdp_pool_read_stats(made.pool).idle_count, FDP_POOL_DEPTH + 1);
+  sem_post(&gates[1]);
+  CHECK_OK(fdp_pool_take(made.pool, 1000, NULL, &other)); /* waits here */
+  CHECK_OK(fdp_pool_give(made.pool, other, NULL));
+  bench_close(&made);
+}
+
 static void test_threads(void) {
   bench made = bench_open(20000, INT64_MAX);
   pthread_t threads[4];
@@ -235,5 +282,6 @@ void test_pool(void) {
   test_bound();
   test_debug_fill();
   test_failures();
+  test_depth();
   test_threads();
 }
