@@ -52,6 +52,13 @@ class Bucket:
         self._length = max(self.core.size_elems, flat.length if flat else 0)
 
     def _flat(self, device: torch.device) -> torch.Tensor:
+        if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
+            # torch.empty would fill it at once, on a stream that has not waited yet for those who
+            # still read what the memory held before. A storage is not filled.
+            size = self.core.size_elems
+            flat = torch.empty(0, dtype=self.dtype, device=device)
+            storage = torch.UntypedStorage(size * flat.element_size(), device=device)
+            return flat.set_(storage, 0, (size,))
         return torch.empty(self._length, dtype=self.dtype, device=device)
 
     def _slots(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:

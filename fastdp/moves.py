@@ -44,7 +44,8 @@ def gather(family: Any, sources: Sequence[Any], dim: int, device: torch.device) 
 
 def broadcast(family: Any, source: Any, devices: Sequence[torch.device]) -> Tuple[Any, ...]:
     results = tuple(family.like(source, device) for device in devices)
-    _C.broadcast(source, results)
+    if results:
+        _C.broadcast(source, results)
     return results
 
 

@@ -229,7 +229,7 @@ def _finished_jobs(
     try:
         for i, job in enumerate(jobs[1:]):
             team.start(i, job)
-        with teams.pace.timed(devices[0]):
+        with teams.pace.timed():
             jobs[0].execute_here()
         for i, job in enumerate(jobs[1:]):
             if turns:

@@ -304,19 +304,21 @@ def evaluated(monkeypatch, ids, way, forwards=1, change=None):
         return [out.cpu() for out in outputs]
 
 
+def double(module):
+    """Between forwards: what an earlier one left in memory must not pass for the new weights."""
+    for parameter in module.parameters():
+        parameter.mul_(2)
+
+
 def test_a_read_that_does_not_wait_shows(monkeypatch, pair):
-    want = evaluated(monkeypatch, pair, Synchronised(distinct(pair)))
+    want = evaluated(monkeypatch, pair, Synchronised(distinct(pair)), change=double)
     late = LateCommunication(distinct(pair), delays=LATE)
-    assert not differing(evaluated(monkeypatch, pair, late), want)
+    assert not differing(evaluated(monkeypatch, pair, late, change=double), want)
     monkeypatch.setattr(Gate, "wait_for", lambda self, bucket: None)
-    assert differing(evaluated(monkeypatch, pair, late), want)
+    assert differing(evaluated(monkeypatch, pair, late, change=double), want)
 
 
 def test_a_broadcast_that_does_not_wait_shows(monkeypatch, pair):
-    def double(module):
-        for parameter in module.parameters():
-            parameter.mul_(2)
-
     want = evaluated(monkeypatch, pair, Synchronised(distinct(pair)), change=double)
     late = LateCompute(distinct(pair), delays=LATE)
     assert not differing(evaluated(monkeypatch, pair, late, change=double), want)

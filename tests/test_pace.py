@@ -8,7 +8,7 @@ import pytest
 import torch
 from nets import Apply, ints, linear, ranked, same
 
-from fastdp import _C, pace
+from fastdp import DataParallel, _C, pace
 from fastdp.pace import Pace
 
 row = pytest.mark.row
@@ -33,8 +33,8 @@ def clock(monkeypatch):
     return clock
 
 
-def run(a_pace, clock, seconds, device=CPU):
-    with a_pace.timed(device):
+def run(a_pace, clock, seconds):
+    with a_pace.timed():
         clock.now_s += seconds
 
 
@@ -79,7 +79,7 @@ def test_a_forward_that_grows_longer_is_noticed_and_one_slow_one_is_not(clock):
 
 def test_a_failed_forward_is_no_measure(clock):
     a_pace = Pace()
-    with pytest.raises(KeyboardInterrupt), a_pace.timed(CPU):
+    with pytest.raises(KeyboardInterrupt), a_pace.timed():
         clock.now_s += 0.001
         raise KeyboardInterrupt
     assert not a_pace.takes_turns([CPU, CPU])
@@ -110,54 +110,18 @@ def test_an_abandoned_turn_says_so(clock):
         a_pace.await_turn(Turn(_C.AbortedError("closed")))
 
 
-class Event:
-    """An event of a GPU that passes when the test says so."""
-
-    def __init__(self, compute_s):
-        self.compute_s, self.passed = compute_s, False
-
-    def query(self):
-        return self.passed
-
-    def elapsed_time(self, other):
-        return self.compute_s * 1e3
-
-
-@pytest.mark.parametrize("compute_s, takes_turns", [(0.004, True), (0.0149, True), (0.0151, False)])
-def test_on_several_gpus_only_where_python_is_the_slower_side(clock, compute_s, takes_turns):
-    """Python launches for 10 ms; half as much again is the border."""
-    a_pace, event = Pace(), Event(compute_s)
-    run(a_pace, clock, 0.01)
-    assert not a_pace.takes_turns(GPUS), "nothing is known of the GPUs yet"
-    a_pace._sample = event, event
-    assert not a_pace.takes_turns(GPUS), "the GPU has not finished: no wait for it"
-    event.passed = True
-    assert a_pace.takes_turns(GPUS) is takes_turns
-    assert a_pace._sample is None
-    assert a_pace.takes_turns(GPUS[:1] * 2), "one GPU: the replicas share it anyway"
-
-
-def test_gpus_are_timed_in_few_calls(clock, monkeypatch):
-    recorded = []
-
-    class Recorded:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self, stream):
-            recorded.append(stream)
-
-    cuda = types.SimpleNamespace(Event=Recorded, current_stream=lambda device: device)
-    monkeypatch.setattr(pace, "torch", types.SimpleNamespace(cuda=cuda))
+@pytest.mark.parametrize("devices", [GPUS, GPUS[:1] * 2])
+def test_gpus_take_no_turns(clock, devices):
     a_pace = Pace()
-    for _ in range(32):
-        run(a_pace, clock, 0.001, GPUS[0])
-    assert recorded == GPUS[:1] * 4  # begin and end of the calls 2 and 18
-    run(a_pace, clock, 0.001, CPU)
-    assert len(recorded) == 4
+    run(a_pace, clock, 0.001)
+    assert not a_pace.takes_turns(devices)
 
 
 # Whole wrappers.
+
+
+def on_host(module, n):
+    return DataParallel(module, device_ids=["cpu"] * n)
 
 
 @pytest.fixture
@@ -184,21 +148,19 @@ def spans():
 
 @row("I: threads; short forwards take turns")
 @pytest.mark.usefixtures("patient")
-def test_short_forwards_take_turns(fast, clock):
+def test_short_forwards_take_turns(clock):
     forward, notes = spans()
-    dp = fast.wrap(Apply(forward), 4)
+    dp = on_host(Apply(forward), 4)
     dp(ranked(4))
     for _ in range(20):
         notes.clear()
-        if fast.gpus > 1:
-            dp._fastdp_runtime.teams.pace._compute_s = 0.0
         same(dp(ranked(4)).detach(), linear()(ranked(4)).detach())
         assert notes == [(what, rank) for rank in range(4) for what in ("start", "end")]
 
 
 @row("I: threads; long forwards run at once")
 @pytest.mark.usefixtures("patient")
-def test_long_forwards_run_at_once(fast, clock):
+def test_long_forwards_run_at_once(clock):
     """Each waits for all others; with turns they would wait for long, and the barrier breaks."""
     barrier = threading.Barrier(3)
 
@@ -207,14 +169,14 @@ def test_long_forwards_run_at_once(fast, clock):
         barrier.wait(20)
         return self.lin(x)
 
-    dp = fast.wrap(Apply(forward), 3)
+    dp = on_host(Apply(forward), 3)
     for _ in range(5):
         same(dp(ranked(3)).detach(), linear()(ranked(3)).detach())
     assert not dp._fastdp_runtime.teams.pace._gave_up
 
 
 @row("I: threads; replicas that wait for each other")
-def test_short_forwards_that_wait_for_each_other_do_not_hang(fast, clock, monkeypatch):
+def test_short_forwards_that_wait_for_each_other_do_not_hang(clock, monkeypatch):
     """The case of batch norm synchronised by queues. Taking turns is given up, for good: after
     the first such call nothing is waited for any more."""
     waiting, barrier = [], threading.Barrier(3)
@@ -224,12 +186,10 @@ def test_short_forwards_that_wait_for_each_other_do_not_hang(fast, clock, monkey
             barrier.wait(20)
         return self.lin(x)
 
-    dp = fast.wrap(Apply(forward), 3)
+    dp = on_host(Apply(forward), 3)
     dp(ranked(3))
     a_pace = dp._fastdp_runtime.teams.pace
     waiting.append(True)
-    if fast.gpus > 1:
-        a_pace._compute_s = 0.0
     same(dp(ranked(3)).detach(), linear()(ranked(3)).detach())
     assert a_pace._gave_up
     monkeypatch.setattr(pace, "_LEAST_PATIENCE_S", 60.0)
@@ -248,7 +208,7 @@ def test_an_error_passes_the_turn_on(fast, clock, rank):
             raise ValueError("no")
         return self.lin(x)
 
-    dp = fast.wrap(Apply(forward), 3)
+    dp = on_host(Apply(forward), 3)
     dp(ranked(3))
     failing.append(True)
     with pytest.raises(ValueError, match=f"replica {rank}"):
@@ -259,7 +219,7 @@ def test_an_error_passes_the_turn_on(fast, clock, rank):
 
 @row("I: Ctrl-C; short forwards take turns")
 @pytest.mark.usefixtures("patient")
-def test_an_interrupt_ends_those_that_wait_for_their_turn(fast, clock):
+def test_an_interrupt_ends_those_that_wait_for_their_turn(clock):
     interrupted, ran = [], []
 
     def forward(self, x):
@@ -269,10 +229,8 @@ def test_an_interrupt_ends_those_that_wait_for_their_turn(fast, clock):
         return self.lin(x)
 
     others = set(threading.enumerate())
-    dp = fast.wrap(Apply(forward), 3)
+    dp = on_host(Apply(forward), 3)
     dp(ranked(3))
-    if fast.gpus > 1:
-        dp._fastdp_runtime.teams.pace._compute_s = 0.0
     workers = set(threading.enumerate()) - others
     assert len(workers) == 2
     ran.clear()
