@@ -58,7 +58,8 @@ typedef struct fdp_transport_ops {
   /* sums[k].sources[r] lies on ranks[r] (or is NULL), sums[k].target on home; source_count is
    * rank_count in each. All targets lie in [span, span + span_bytes), at ascending addresses, and
    * each at a multiple of its element's size from its start, which is aligned to
-   * FDP_ALIGNMENT_BYTES. A target may be one of its own sources. */
+   * FDP_ALIGNMENT_BYTES. A target may be one of its own sources. Bytes between targets may be
+   * written too. */
   fdp_status (*sum)(const fdp_transport *transport, const fdp_endpoint *home,
                     const fdp_endpoint *ranks, int32_t rank_count, const fdp_sum *sums,
                     int32_t sum_count, void *span, int64_t span_bytes);
