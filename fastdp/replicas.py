@@ -12,12 +12,11 @@ at every forward, as in nn.DataParallel.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
 from operator import itemgetter
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -240,7 +239,8 @@ class Replicator:
     """The replicas of one module on one list of devices, and their plans.
 
     With `weak` idle replicas hold nothing that came from the module, so that they can stand in a
-    weak table beside it. Several threads may use one: a lock covers taking a set and making its copies, never a forward.
+    weak table beside it. Several threads may use one: a lock covers taking a set and making its
+    copies, never a forward.
     """
 
     def __init__(
@@ -274,20 +274,24 @@ class Replicator:
         copies may still be on their way when this returns: readers wait (awaited.py), and the
         caller promises `give_back` before the parameters are written."""
         root = self._module()
-        with self._lock, self._holding(root, rebuild=True):
-            parameters, buffers, pattern = self._tree.collect()
-            tensors = parameters + buffers
-            differentiable = not detach and torch.is_grad_enabled()
-            plan = self._plan(root, tensors, pattern, len(parameters), ranks, differentiable)
-            with torch.set_grad_enabled(differentiable):
-                rows, tokens = plan.copies(tensors, differentiable, self._communication)
-            if self._fresh or not early:
-                self._communication.deliver()
-            if self._fresh:
-                return _fresh_replicas(root, parameters, buffers, rows), Lease(None, tokens)
-            replicas = self._take_set(root)
-            roots = replicas.refresh(root, rows, plan, self._communication)
-            return roots, Lease(replicas, tokens)
+        return self._held(root, True, lambda same: self._make(root, ranks, detach, early))
+
+    def _make(
+        self, root: nn.Module, ranks: int, detach: bool, early: bool
+    ) -> Tuple[List[nn.Module], Lease]:
+        parameters, buffers, pattern = self._tree.collect()
+        tensors = parameters + buffers
+        differentiable = not detach and torch.is_grad_enabled()
+        plan = self._plan(root, tensors, pattern, len(parameters), ranks, differentiable)
+        with torch.set_grad_enabled(differentiable):
+            rows, tokens = plan.copies(tensors, differentiable, self._communication)
+        if self._fresh or not early:
+            self._communication.deliver()
+        if self._fresh:
+            return _fresh_replicas(root, parameters, buffers, rows), Lease(None, tokens)
+        replicas = self._take_set(root)
+        roots = replicas.refresh(root, rows, plan, self._communication)
+        return roots, Lease(replicas, tokens)
 
     def give_back(self, lease: Lease) -> None:
         """The end of a lease's replicas; its tokens stay. Replicas that somebody still holds are
@@ -297,35 +301,40 @@ class Replicator:
         root = self._module()
         if replicas is None or root is None:
             return
-        with self._lock, self._holding(root, rebuild=False) as same:
-            if not same or replicas.tree is not self._tree:
-                return
-            if replicas.empty_if_idle(self._weak):
-                self._idle.append(replicas)
-            elif not self._weak:
-                self._lent.append(replicas)
-                del self._lent[:-_MAX_LENT]
+        self._held(root, False, lambda same: self._put_away(replicas, same))
 
-    @contextlib.contextmanager
-    def _holding(self, root: nn.Module, rebuild: bool) -> Iterator[bool]:
-        """The tree is held inside; gives whether it is the one that replicas were made of. The lock
-        lets its own thread in again: a destructor or a signal handler that gets here is told so."""
-        if self._busy:
-            raise RuntimeError(
-                "a forward of this wrapper was started from inside the making of its replicas, by "
-                "a destructor or a signal handler: start it from ordinary code"
-            )
-        # Everything inside the try: an interrupt can come behind any call.
-        try:
-            self._busy = True
-            same = self._tree is not None and self._tree.hold(root)
-            if not same and rebuild:
-                self._rebuild(root)
-            yield same
-        finally:
-            self._busy = False
-            if self._tree is not None:
-                self._tree.release()
+    def _put_away(self, replicas: ReplicaSet, same: bool) -> None:
+        if not same or replicas.tree is not self._tree:
+            return
+        if replicas.empty_if_idle(self._weak):
+            self._idle.append(replicas)
+        elif not self._weak:
+            self._lent.append(replicas)
+            del self._lent[:-_MAX_LENT]
+
+    def _held(self, root: nn.Module, rebuild: bool, act: Callable[[bool], Any]) -> Any:
+        """act(same) with the tree held, where `same` says whether it is the one that replicas were
+        made of. The lock lets its own thread in again: a destructor or a signal handler that gets
+        here is told so.
+
+        No context manager made of a generator: an interrupt behind its first half would leave the
+        second to whoever drops the traceback, and an interactive session keeps it."""
+        with self._lock:
+            if self._busy:
+                raise RuntimeError(
+                    "a forward of this wrapper was started from inside the making of its replicas, "
+                    "by a destructor or a signal handler: start it from ordinary code"
+                )
+            try:
+                self._busy = True
+                same = self._tree is not None and self._tree.hold(root)
+                if not same and rebuild:
+                    self._rebuild(root)
+                return act(same)
+            finally:
+                self._busy = False
+                if self._tree is not None:
+                    self._tree.release()
 
     def _rebuild(self, root: nn.Module) -> None:
         """The module tree is new, or not what it was: forget all that was made of the old one."""

@@ -4,12 +4,11 @@ replicate, parallel_apply, gather) are methods, as there, and a subclass may ove
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import weakref
 from itertools import chain
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -65,7 +64,7 @@ class _Runtime:
         early = self._in_forward()
         leases = self.leases()
         if not early:
-            # By hand: replicas whose gather never came go back, their tokens may still be asked for.
+            # By hand: replicas whose gather never came go back; tokens may still be asked for.
             for lease in leases:
                 self.replicator.give_back(lease)
         roots, lease = self.replicator.take(ranks, not torch.is_grad_enabled(), early)
@@ -87,10 +86,9 @@ class _Runtime:
     def _in_forward(self) -> bool:
         return getattr(self._open, "forwards", 0) > 0
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around a whole forward: leases that are left open inside, by an error or an override of
-        gather, end with it; so copies may be on their way while replicas start."""
+    def forward(self, steps: Callable[[], Any]) -> Any:
+        """Runs the steps of a whole forward: leases that they leave open, by an error or an
+        override of gather, end with it; so copies may be on their way while replicas start."""
         leases = self.leases()
         outer = getattr(self._open, "forwards", 0)
         # A forward inside a forward leaves the outer one's alone; what else is there was left by
@@ -98,7 +96,7 @@ class _Runtime:
         depth = len(leases) if outer else 0
         try:
             self._open.forwards = outer + 1
-            yield
+            return steps()
         finally:
             self._open.forwards = outer
             while len(leases) > depth:
@@ -194,9 +192,10 @@ class DataParallel(nn.DataParallel):
             if len(self.device_ids) == 1:
                 check_home(_tensors_of(self.module), self.src_device_obj)
                 return self.module(*rows[0], **named[0])
-            with self._runtime().forward():
-                outputs = self._run_replicas(rows, named)
-                return self.gather(outputs, self.output_device)
+            return self._runtime().forward(lambda: self._gathered(rows, named))
+
+    def _gathered(self, rows: Sequence[Any], named: Sequence[Any]) -> Any:
+        return self.gather(self._run_replicas(rows, named), self.output_device)
 
     def _run_replicas(self, rows: Sequence[Any], named: Sequence[Any]) -> List[Any]:
         """In a frame of its own: none but user code holds a replica once it returns."""
@@ -349,8 +348,11 @@ def data_parallel(
         runtime = _runtimes.get(module)
         if runtime is None or not runtime.serves(module, devices, options):
             runtime = _runtimes[module] = _Runtime(module, devices, options, weak=True)
-    with runtime.forward():
+
+    def steps() -> Any:
         outputs = apply_modules(
             runtime.teams, runtime.replicas(len(rows)), rows, named, devices[: len(rows)]
         )
         return trees.gather_tree(outputs, output, dim, runtime.tokens())
+
+    return runtime.forward(steps)

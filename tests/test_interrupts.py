@@ -32,15 +32,22 @@ def wrapper():
     return fastdp.DataParallel(model(), ["cpu"] * 2)
 
 
+def is_ours(frame):
+    return frame is not None and frame.f_code.co_filename.startswith(ROOT)
+
+
 @contextlib.contextmanager
 def interrupt_at(point):
-    """Raises KeyboardInterrupt at the point-th call inside the package; gives a list that then says
-    where that was, and stays empty when there are fewer."""
+    """Raises KeyboardInterrupt at the point-th call of a function of the package, or return to one
+    from elsewhere; gives a list that then says where that was, and stays empty when there are
+    fewer."""
     struck, count = [], 0
 
     def watch(frame, event, argument):
         nonlocal count
-        if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(ROOT):
+        inside = is_ours(frame)
+        back = event == "return" and not inside and is_ours(frame.f_back)
+        if not back and not (inside and event in ("call", "c_return")):
             return
         count += 1
         if count == point:
@@ -134,7 +141,7 @@ def test_a_wrapper_survives_an_interrupt_anywhere(step, monkeypatch):
     dp = wrapper()
     if step != "first forward":
         trains(dp, x, want)
-    point, where, refs = 0, [None], []
+    point, where, refs, kept = 0, [None], [], []
     while where:
         point += 1
         if step == "first forward":
@@ -145,12 +152,13 @@ def test_a_wrapper_survives_an_interrupt_anywhere(step, monkeypatch):
                 out = dp(x)
                 if step == "forward and backward":
                     out.sum().backward()
-        except KeyboardInterrupt:
-            pass
+        except KeyboardInterrupt as error:
+            kept.append(error)  # with its frames, as an interactive session keeps it
         out = None
         try:
             trains(dp, x, want)
             trains_elsewhere(dp, x, want)
+            kept.clear()
             nothing_is_held(dp, x)
         except BaseException as error:
             raise AssertionError(f"broken after {where}") from error

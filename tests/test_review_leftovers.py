@@ -133,6 +133,17 @@ def test_an_alias_that_cannot_be_counted_stays_bounded(fast):
 
 
 @row("A: bound methods made in __init__; G: replicas are kept")
+@pytest.mark.parametrize("forward", LEFT)
+def test_methods_of_the_base_beside_aliases(fast, forward):
+    module, alive = counted(forward)
+    module.first = module.lin.forward
+    dp = fast.wrap(module, 2)
+    for _ in range(4):
+        same(dp(ints(4, 3)).detach(), linear()(ints(4, 3)).detach())
+        assert len(alive) == 2
+
+
+@row("A: bound methods made in __init__; G: replicas are kept")
 def test_methods_of_the_base_are_bound_anew_and_counted(fast):
     module, alive = counted(lambda self, x: self.first(x))
     module.first = module.lin.forward

@@ -71,28 +71,27 @@ def test_first_forward_from_two_threads(fast):
 
 @row("B: unused parameters get zeros; I: two threads use one wrapper")
 def test_threads_that_make_the_runtime_at_once_share_it(fast):
-    """The same with the race won by force: the first stops inside the making until the second is
-    there."""
-    module = PartlyUsed()
-    dp = fast.wrap(module, 2)
-    inside, made = threading.Semaphore(0), []
+    """The same with the race forced: both have seen that there is no runtime before either makes
+    one."""
+    both_looked, looked, got = threading.Barrier(2), threading.local(), []
 
-    class Slow(type(dp)):
+    class Slow(fast.api.DataParallel):
         def _options(self):
-            inside.release()
-            # Both have seen by now that there is no runtime yet, or one waits for the other's.
-            for _ in range(2):
-                inside.acquire(timeout=0.2)
-                inside.release()
+            if not hasattr(looked, "already"):
+                looked.already = True
+                both_looked.wait(20)
             return super()._options()
 
-        def gather(self, outputs, output_device):
-            made.append(self._runtime())
-            return super().gather(outputs, output_device)
+        def _runtime(self):
+            got.append(super()._runtime())
+            return got[-1]
 
-    dp.__class__ = Slow
-    on_threads(2, lambda: dp(ints(4, 3)))
-    assert len(made) == 2 and made[0] is made[1]
+    dp = fast.wrap_as(Slow, PartlyUsed(), 2)
+    for out in on_threads(2, lambda: dp(ints(4, 3))):
+        dp.zero_grad(set_to_none=True)
+        out.sum().backward()
+        same(dp.module.unused.weight.grad, torch.zeros(2, 3))
+    assert len(got) > 2 and len(set(map(id, got))) == 1
 
 
 @row("I: two threads use one wrapper")
