@@ -9,7 +9,8 @@ A step is forward, loss (the mean of the output), backward, and a fused optimize
 gradients, with zero_grad(set_to_none=True). Batches are per GPU: on one GPU listed twice, the
 replicas share its batch. "one GPU" is the bare module on one GPU's batch: the floor.
 DDP runs in processes that this script starts, one per GPU, which take their turns too. Host time is
-until the step has returned, before the GPUs are waited for.
+until the step has returned, before the GPUs are waited for. FASTDP_TRANSPORT=peer|nccl|host forces
+how fastdp moves its bytes.
 """
 
 from __future__ import annotations
@@ -207,12 +208,7 @@ def rivals_of(name: str, per_gpu: int, args: argparse.Namespace) -> Dict[str, Ca
         "one GPU": local(lambda m: m, 1),
         "torch DP": local(lambda m: nn.DataParallel(m, device_ids=devices), n),
     }
-    for transport in args.transports or [None]:
-        options = {} if transport is None else {"transport": transport}
-        label = OURS if transport is None else f"{OURS} {transport}"
-        makers[label] = local(
-            lambda m, options=options: fastdp.DataParallel(m, device_ids=devices, **options), n
-        )
+    makers[OURS] = local(lambda m: fastdp.DataParallel(m, device_ids=devices), n)
     if args.part == "step" and len(devices) == n > 1:
         for i, mode in enumerate(args.ddp):
             makers["DDP" if mode == "eager" else f"DDP compiled {mode}"] = (
@@ -278,7 +274,6 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--devices", default="0,1", help="such as 0,1 or 0,0")
     parser.add_argument("--models", default=",".join(MODELS), help="name or name:batch per GPU")
     parser.add_argument("--part", choices=("step", "backward"), default="step")
-    parser.add_argument("--transports", default="", help="fastdp's, in turn: local,peer,nccl,host")
     parser.add_argument("--ddp", default="eager", help="eager,default,reduce-overhead or none")
     parser.add_argument("--only", default="", help="rivals by name, separated by commas")
     parser.add_argument("--steps", type=int, default=10, help="steps in one turn")
@@ -288,7 +283,6 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(arguments)
     args.devices = [int(device) for device in args.devices.split(",")]
-    args.transports = [t for t in args.transports.split(",") if t]
     args.ddp = [] if args.ddp == "none" else args.ddp.split(",")
     args.only = [t for t in args.only.split(",") if t]
     return args

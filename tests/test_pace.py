@@ -200,7 +200,7 @@ def test_short_forwards_that_wait_for_each_other_do_not_hang(clock, monkeypatch)
 @row("I: threads; short forwards take turns: an error in one")
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.usefixtures("patient")
-def test_an_error_passes_the_turn_on(fast, clock, rank):
+def test_an_error_passes_the_turn_on(clock, rank):
     failing = []
 
     def forward(self, x):
