@@ -125,3 +125,12 @@ def check_balance(indices: Any) -> None:
     check = getattr(module, "_check_balance", None)
     if check is not None:
         check(indices)
+
+
+def replicates_itself(module: torch.nn.Module) -> bool:
+    """Whether a class makes its replicas in its own way."""
+    own = type(module)._replicate_for_data_parallel
+    return own not in (
+        torch.nn.Module._replicate_for_data_parallel,
+        torch.nn.RNNBase._replicate_for_data_parallel,
+    )

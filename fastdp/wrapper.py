@@ -16,7 +16,8 @@ from torch import nn
 from . import _torch_compat, environment, trees
 from .apply import apply_modules
 from .devices import parse_device, parse_devices
-from .replicas import Lease, Replicator, check_home, check_tensors, replicate
+from .plans import check_home, check_tensors
+from .replicas import Lease, Replicator, replicate
 from .workers import Teams
 
 __all__ = ["DataParallel", "data_parallel"]

@@ -13,7 +13,7 @@ import torch
 from nets import CLOSE, Net, check_against_hand, exact, grads, ints, linear, same
 from torch import nn
 
-from fastdp import _C, replicas
+from fastdp import _C, replica_sets
 
 row = pytest.mark.row
 
@@ -201,8 +201,8 @@ def told_buckets(module, bucket_of):
     try:
         parameters, _, _ = tree.collect()
         apart = (torch.device("cuda:0"), torch.device("cuda:1"))  # named, never used
-        held = replicas.ReplicaSet(tree, module, apart)
-        blank = [replicas._blank_replica(each, held._gates[1]) for each in module.modules()]
+        held = replica_sets.ReplicaSet(tree, module, apart)
+        blank = [replica_sets._blank_replica(each, held._gates[1]) for each in module.modules()]
         held._replicas.append(_C.Replica(tree, tuple(blank)))
         held._tell_buckets(
             types.SimpleNamespace(parameter_count=len(parameters), bucket_of=bucket_of)

@@ -1,0 +1,130 @@
+"""How the tensors of a module travel, as long as they are described by the same words: which bucket
+each is in, and how its copies find their places. Also what cannot travel, said by name.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Iterable, List, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from . import _C, _torch_compat
+from .buckets import Bucket, resolved
+from .functions import Broadcast
+from .streams import Communication
+
+Tensors = Tuple[torch.Tensor, ...]
+
+
+class Plan:
+    """How the tensors of a module travel: buckets, what no bucket can hold (sparse tensors, which
+    torch copies), and the order to put their copies back in."""
+
+    def __init__(
+        self,
+        description: bytes,
+        buckets: List[Bucket],
+        alone: List[int],
+        parameter_count: int,
+        devices: Sequence[torch.device],
+    ) -> None:
+        self.description = description
+        self.buckets = buckets
+        self._alone = alone
+        self.parameter_count = parameter_count
+        self._devices = devices
+        places = [place for bucket in buckets for place in bucket.places] + alone
+        order = sorted(range(len(places)), key=places.__getitem__)
+        self._in_order = order != list(range(len(order)))
+        self._reorder = itemgetter(*order) if len(order) > 1 else tuple
+        self.bucket_of = {place: k for k, bucket in enumerate(buckets) for place in bucket.places}
+
+    def copies(
+        self, tensors: Tensors, differentiable: bool, communication: Communication
+    ) -> Tuple[List[Tuple[Tensors, Tensors]], Tensors]:
+        """(parameters, buffers) of each rank, and the tokens of the broadcasts."""
+        rows: List[List[torch.Tensor]] = [[] for _ in self._devices]
+        tokens = []
+        communication.open()
+        with communication.current():
+            flats = [bucket.take(True) for bucket in self.buckets]
+        compute = communication.begin()
+        for k, bucket in enumerate(self.buckets):
+            chosen = [tensors[place] for place in bucket.places]
+            with communication.current():
+                if differentiable and bucket.requires_grad or _torch_compat.forward_mode_active():
+                    copies = Broadcast.apply(bucket, True, flats[k], compute, *chosen)
+                    tokens.append(copies[-1])
+                    _torch_compat.run_early(copies[-1].grad_fn)
+                else:
+                    copies = bucket.copies(chosen, True, flats[k])
+            communication.mark(k)
+            for rank, row in enumerate(rows):
+                row.extend(copies[rank * bucket.count : (rank + 1) * bucket.count])
+        for place in self._alone:
+            for rank, (row, device) in enumerate(zip(rows, self._devices)):
+                tensor = tensors[place]
+                row.append(tensor.to(device, copy=True) if rank > 0 else tensor)
+        ordered = [self._reorder(row) if self._in_order else tuple(row) for row in rows]
+        cut = self.parameter_count
+        keeps_none = any(bucket.keeps_none for bucket in self.buckets)
+        return [(row[:cut], row[cut:]) for row in ordered], () if keeps_none else tuple(tokens)
+
+
+def check_tensors(root: nn.Module) -> None:
+    """torch's own methods keep all else out of these dictionaries; other code may write there."""
+    for prefix, module in root.named_modules():
+        for kind, members in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, value in members.items():
+                if value is not None and not isinstance(value, torch.Tensor):
+                    path = f"{prefix}.{name}" if prefix else f"{name}"
+                    raise TypeError(
+                        f"{kind} {path!r} must be a tensor or None, got {type(value).__name__}"
+                    )
+
+
+def check_home(tensors: Iterable[torch.Tensor], home: torch.device) -> None:
+    for tensor in tensors:
+        if tensor.device != home:
+            raise RuntimeError(
+                "module must have its parameters and buffers "
+                f"on device {home} (device_ids[0]) but found one of "
+                f"them on device: {tensor.device}"
+            )
+
+
+def described(tensors: Tensors, root: nn.Module, home: torch.device) -> bytes:
+    try:
+        return _C.describe(tensors)
+    except Exception:
+        check_tensors(root)
+        check_home(tensors, home)
+        # A lazy module that has not run yet says so itself, in torch's words.
+        for module in root.modules():
+            if _torch_compat.replicates_itself(module):
+                module._replicate_for_data_parallel()
+        found = [resolved(tensor) for tensor in tensors if not is_sparse(tensor)]
+        alone = [
+            (t.layout, t.dtype, t.requires_grad) if is_sparse(t) else None for t in tensors
+        ]
+        try:
+            return _C.describe(tuple(found)) + repr(alone).encode()
+        except Exception:
+            _name_what_cannot_travel(root)
+            raise
+
+
+def _name_what_cannot_travel(root: nn.Module) -> None:
+    for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
+        for name, tensor in named:
+            try:
+                _C.describe((resolved(tensor),))
+            except Exception as error:
+                if not is_sparse(tensor):
+                    raise TypeError(f"{kind} {name!r} cannot be replicated: {error}") from error
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    return tensor.layout != torch.strided
