@@ -1,6 +1,6 @@
-/* What the files of Replica share: py_replica.c (the type, and the walk over its modules) and
- * py_attributes.c (the attribute dictionary of one module). Used under the GIL, one call at a time
- * per replica. No streams. */
+/* What the files of Replica share: py_replica.c (the type, and the walk over its modules),
+ * py_attributes.c (the attribute dictionary of one module) and py_references.c (who holds them).
+ * Used under the GIL, one call at a time per replica. No streams. */
 #ifndef FDP_PY_REPLICA_H
 #define FDP_PY_REPLICA_H
 
@@ -53,6 +53,10 @@ int fdp_attributes_current(const fdp_attributes *attributes, PyObject *base_dict
  * goes into the list `trash`. */
 int fdp_attributes_sync(fdp_replica *replica, Py_ssize_t m, PyObject *base_dict, PyObject *dict,
                         PyObject *trash);
+
+/* 1 if somebody else than the replica's own attributes holds a module who did not at settle(), 0 if
+ * nobody does, -1 with an exception. */
+int fdp_replica_is_held_outside(const fdp_replica *replica);
 
 /* Writing dictionaries of a replica; -1 with an exception. A name of the base's dictionary and one
  * of the replica's are the same if they are equal. */
