@@ -231,7 +231,8 @@ class Build(build_ext):
         try:
             made = target.stat().st_mtime_ns
             names = shlex.split(depfile.read_text().replace("\\\n", " ").partition(":")[2])
-            return all(os.stat(name).st_mtime_ns <= made for name in names)
+            # A compiler that was stopped leaves an empty list, which says nothing.
+            return bool(names) and all(os.stat(name).st_mtime_ns <= made for name in names)
         except OSError:
             return False
 

@@ -11,7 +11,7 @@ What was chosen goes to build/environment, which the recipes source. What is don
   packages. If not, TORCH is installed.
 - fastdp is installed as editable, which compiles what changed.
 
-May be run again at any time. While .venv is being filled it holds a file INCOMPLETE; a run that
+May be run again at any time. While .venv is being filled there is a file INCOMPLETE; a run that
 finds that file was preceded by an interrupted one and starts .venv afresh.
 """
 
@@ -29,7 +29,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-INCOMPLETE = VENV / "fastdp-incomplete"
+# Beside it, so that it outlives a .venv that is only half deleted.
+INCOMPLETE = ROOT / "build" / "venv-incomplete"
 READY = VENV / "fastdp-ready.json"
 HEADERS = ROOT / "build" / "python-headers"
 CHOICE = ROOT / "build" / "environment"
@@ -144,11 +145,12 @@ def ready() -> dict:
 def make_venv(torch: str) -> None:
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         fail(f"{sys.executable} cannot make virtual environments.", "python3-venv")
+    INCOMPLETE.parent.mkdir(exist_ok=True)
+    INCOMPLETE.touch()
     if VENV.exists():
         say("starting .venv afresh: it is incomplete, or was made for something else")
         shutil.rmtree(VENV)
     VENV.mkdir()
-    INCOMPLETE.touch()
     options = []
     if torch:
         say(f"making .venv over the torch {torch} of {sys.executable}")

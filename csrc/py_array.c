@@ -52,6 +52,7 @@ static array_block *block_make(fdp_py_state *state, const fdp_view *view) {
   atomic_init(&block->users, 1);
   block->view = *view;
   block->view.data = NULL;
+  block->view.device = fdp_device_place(view->device); /* memory of ours is never pinned */
   Py_BEGIN_ALLOW_THREADS
   status = fdp_context_device(context, view->device, &block->device);
   if (status == FDP_OK && size_bytes > 0)

@@ -33,6 +33,7 @@ static PyObject *bucket_new(PyTypeObject *type, PyObject *arguments, PyObject *k
   Py_ssize_t given = PyTuple_GET_SIZE(arguments);
   int64_t *offsets_elems = NULL;
   int64_t item_bytes;
+  int64_t size_bytes;
   fdp_status status;
 
   if (keywords != NULL && PyDict_GET_SIZE(keywords) > 0) {
@@ -60,7 +61,8 @@ static PyObject *bucket_new(PyTypeObject *type, PyObject *arguments, PyObject *k
     goto done;
   }
   item_bytes = (int64_t)fdp_dtype_bytes(prototypes.items[0].dtype);
-  self->size_elems = (fdp_bucket_size_bytes(self->plan) + item_bytes - 1) / item_bytes;
+  size_bytes = fdp_bucket_size_bytes(self->plan);
+  self->size_elems = size_bytes / item_bytes + (size_bytes % item_bytes != 0);
 done:
   PyMem_Free(offsets_elems);
   fdp_py_views_drop(&prototypes);

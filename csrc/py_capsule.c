@@ -12,14 +12,12 @@ void fdp_py_loan_give_back(fdp_py_loan *loan) {
 }
 
 /* One number of the pair that __dlpack_device__ gives. */
-static int device_number(PyObject *pair, Py_ssize_t index, int32_t *number) {
+static bool device_number(PyObject *pair, Py_ssize_t index, int32_t *number) {
   long value = PyLong_AsLong(PyTuple_GET_ITEM(pair, index));
 
-  if (value == -1 && PyErr_Occurred()) return -1;
+  if (value == -1 && PyErr_Occurred()) PyErr_Clear();
   *number = (int32_t)value;
-  if (*number == value) return 0;
-  PyErr_SetString(PyExc_OverflowError, "device number out of range");
-  return -1;
+  return value >= 0 && value <= INT32_MAX;
 }
 
 int fdp_py_capsule_device(fdp_py_state *state, PyObject *object, const fdp_py_argument *argument,
@@ -33,9 +31,11 @@ int fdp_py_capsule_device(fdp_py_state *state, PyObject *object, const fdp_py_ar
                   pair);
     goto done;
   }
-  if (device_number(pair, 0, &device->device_type) < 0) goto done;
-  if (device_number(pair, 1, &device->device_id) < 0) goto done;
-  result = 0;
+  if (device_number(pair, 0, &device->device_type) && device_number(pair, 1, &device->device_id))
+    result = 0;
+  else
+    fdp_py_refuse(PyExc_ValueError, argument,
+                  "__dlpack_device__() gave %R, must be two numbers from 0 to %d", pair, INT32_MAX);
 done:
   Py_XDECREF(pair);
   return result;

@@ -2,6 +2,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 const char *fdp_py_argument_text(const fdp_py_argument *argument, char *text, size_t size_bytes) {
   if (argument->index < 0)
@@ -59,6 +60,7 @@ done:
 PyObject *fdp_py_raise(fdp_py_state *state, fdp_status status) {
   PyObject *type = state->error;
   const char *message = fdp_last_message();
+  PyObject *text;
 
   switch (status) {
     case FDP_OK: break; /* never raised; falls to the plain Error below */
@@ -71,7 +73,11 @@ PyObject *fdp_py_raise(fdp_py_state *state, fdp_status status) {
     case FDP_UNSUPPORTED: type = PyExc_NotImplementedError; break;
     case FDP_FAULT_INJECTED: type = state->fault_injected; break;
   }
-  PyErr_SetString(type, message[0] != '\0' ? message : fdp_status_name(status));
+  if (message[0] == '\0') message = fdp_status_name(status);
+  /* A long message may be cut inside a character. */
+  text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
+  if (text != NULL) PyErr_SetObject(type, text);
+  Py_XDECREF(text);
   return NULL;
 }
 

@@ -3,6 +3,7 @@
 #include <math.h>
 #include <stdatomic.h>
 #include <time.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "handoff.h"
@@ -104,7 +105,8 @@ static int64_t now_ns(void) {
 /* True on the thread that runs Python's signal handlers. After a fork that is the process's first
  * thread whatever the parent's was, which the second half sees. */
 static bool is_main_thread(const fdp_py_state *state) {
-  return PyThread_get_thread_ident() == state->main_thread || gettid() == getpid();
+  return PyThread_get_thread_ident() == state->main_thread ||
+         syscall(SYS_gettid) == getpid();
 }
 
 /* Waits without the GIL until there is an item, time is up, or the slot is closed. -1 when a signal

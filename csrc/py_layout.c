@@ -27,7 +27,13 @@ PyObject *fdp_py_borrow_all(PyObject *module, PyObject *tensors) {
 
   fdp_py_borrower_open(&borrower, PyModule_GetState(module));
   if (fdp_py_borrow_tuple(&borrower, tensors, FDP_PY_READ, "tensors", true, &views) < 0) goto done;
-  for (int32_t i = 0; i < views.count; i++) count_elems += fdp_view_count_elems(&views.items[i]);
+  for (int32_t i = 0; i < views.count; i++) {
+    if (!__builtin_add_overflow(count_elems, fdp_view_count_elems(&views.items[i]), &count_elems))
+      continue;
+    PyErr_Format(PyExc_OverflowError, "tensors: more than %lld elements in all",
+                 (long long)INT64_MAX);
+    goto done;
+  }
   result = PyLong_FromLongLong(count_elems);
 done:
   fdp_py_views_drop(&views);

@@ -3,6 +3,8 @@
 #include "log.h"
 #include "py_error.h"
 
+#include <string.h>
+
 /* The numbers of Python's logging. */
 static int logging_level(fdp_log_level level) {
   switch (level) {
@@ -22,6 +24,7 @@ static void log_sink(void *unused, fdp_log_level level, const char *message) {
   PyObject *former_error;
   PyObject *logging = NULL;
   PyObject *logger = NULL;
+  PyObject *text = NULL;
   PyObject *done = NULL;
 
   (void)unused;
@@ -31,9 +34,17 @@ static void log_sink(void *unused, fdp_log_level level, const char *message) {
   logging = PyImport_ImportModule("logging");
   if (logging != NULL) logger = PyObject_CallMethod(logging, "getLogger", "s", "fastdp");
   if (logger != NULL)
-    done = PyObject_CallMethod(logger, "log", "iss", logging_level(level), "%s", message);
-  if (done == NULL) PyErr_WriteUnraisable(logger); /* a broken handler must not break a step */
+    text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
+  if (text != NULL)
+    done = PyObject_CallMethod(logger, "log", "isO", logging_level(level), "%s", text);
+  if (done == NULL && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+    PyErr_Clear();
+    PyErr_SetInterrupt(); /* Ctrl-C while a handler ran: raised at the next chance instead */
+  } else if (done == NULL) {
+    PyErr_WriteUnraisable(logger); /* a broken handler must not break a step */
+  }
   Py_XDECREF(done);
+  Py_XDECREF(text);
   Py_XDECREF(logger);
   Py_XDECREF(logging);
   if (former_error != NULL) fdp_py_error_put(former_error);

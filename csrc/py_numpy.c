@@ -2,6 +2,8 @@
 #include "py_numpy.h"
 
 #define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
+/* The oldest NumPy that a build runs with, whatever headers it was built with. */
+#define NPY_TARGET_VERSION NPY_1_22_API_VERSION
 #include <numpy/arrayobject.h>
 
 /* DLPack's number of a NumPy dtype. False for what DLPack cannot express. */
@@ -29,9 +31,15 @@ static bool find_dtype(const PyArray_Descr *description, npy_intp item_bytes, fd
 
 static int borrow(PyObject *object, fdp_view *view, bool *read_only, PyObject **refusal) {
   PyArrayObject *array = (PyArrayObject *)object;
-  PyArray_Descr *description = PyArray_DESCR(array);
-  npy_intp item_bytes = PyArray_ITEMSIZE(array);
+  PyArray_Descr *description;
+  npy_intp item_bytes;
 
+  if (!PyArray_Check(object)) { /* a class of that name, and no array */
+    *refusal = PyUnicode_FromFormat("%s is no numpy.ndarray", Py_TYPE(object)->tp_name);
+    return *refusal != NULL ? 1 : -1;
+  }
+  description = PyArray_DESCR(array);
+  item_bytes = PyArray_ITEMSIZE(array);
   if (!find_dtype(description, item_bytes, &view->dtype)) {
     *refusal = PyUnicode_FromFormat("arrays of dtype %S cannot be borrowed", description);
     return *refusal != NULL ? 1 : -1;
