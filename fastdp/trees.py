@@ -59,11 +59,24 @@ def _scatter(tree: Any, devices: Tuple[torch.device, ...], dim: int, path: str) 
         columns = [
             _scatter(item, devices, dim, f"{path}[{item[0]!r}]") for item in tree.items()
         ]
-        return [_rebuild(type(tree), pairs, path) for pairs in zip(*columns)]
+        return [_rebuild_dict(type(tree), pairs, path) for pairs in zip(*columns)]
     columns = [_scatter(item, devices, dim, f"{path}[{i}]") for i, item in enumerate(tree)]
     if is_namedtuple(tree):
         return [type(tree)(*row) for row in zip(*columns)]
     return [row if isinstance(tree, tuple) else list(row) for row in zip(*columns)]
+
+
+def _rebuild_dict(kind: type, pairs: Any, path: str) -> Any:
+    """A dictionary type made of its items; some would take them for the value of a field."""
+    pairs = list(pairs)
+    rebuilt = _rebuild(kind, pairs, path)
+    held = (*rebuilt.values(), *getattr(rebuilt, "__dict__", {}).values())
+    if any(value is pairs for value in held):
+        raise TypeError(
+            f"{path}: {kind.__name__} takes an iterable of its items for the value of a field; "
+            "convert it to a dict, or override scatter() or gather()"
+        )
+    return rebuilt
 
 
 def _rebuild(kind: type, items: Any, path: str) -> Any:
@@ -166,7 +179,7 @@ def _gather(outputs: Sequence[Any], join: Join, path: str) -> Any:
         return list(outputs)
     if isinstance(first, dict):
         _check_keys(outputs, path)
-        return _rebuild(
+        return _rebuild_dict(
             type(first),
             [(k, _gather([out[k] for out in outputs], join, f"{path}[{k!r}]")) for k in first],
             path,

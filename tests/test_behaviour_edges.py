@@ -2,6 +2,7 @@
 gradients taken inside forward, odd tensors, errors whose text is not their argument."""
 
 import collections
+import dataclasses
 import subprocess
 import threading
 
@@ -396,3 +397,31 @@ def test_worker_threads_are_daemons(fast):
     fast.wrap(module, 3)(ints(6, 3))
     workers = [t for t in seen if t is not threading.current_thread()]
     assert len(workers) == 2 and all(t.daemon for t in workers)
+
+
+class Keyed(dict):
+    """A dictionary whose constructor takes a value, not items."""
+
+    def __init__(self, x=None):
+        super().__init__(x=x)
+
+
+@dataclasses.dataclass
+class Fielded(dict):
+    x: object = None
+
+
+@row("C: dict outputs; B: dict-like inputs: a type that takes its items for a value")
+@pytest.mark.parametrize("kind", [Keyed, Fielded])
+def test_a_dict_that_takes_its_items_for_a_value_is_refused(fast, kind):
+    def made(value):
+        result = kind()
+        result["x"] = value
+        return result
+
+    dp = fast.wrap(Apply(lambda s, x: made(s.lin(x))), 2)
+    with pytest.raises(TypeError, match=f"output: {kind.__name__} takes"):
+        dp(ints(4, 3))
+    dp = fast.wrap(Apply(lambda s, batch: s.lin(batch["x"])), 2)
+    with pytest.raises(TypeError, match=f"inputs\\[0\\]: {kind.__name__} takes"):
+        dp(made(ints(4, 3)))
