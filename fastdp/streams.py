@@ -113,8 +113,8 @@ class Communication:
         return compute
 
     def _open(self) -> None:
-        """torch opens its memory to peers itself, at its first copy between two GPUs: memory that it
-        maps piece by piece (expandable segments) can be opened by nobody else."""
+        """torch opens its memory to peers itself, at its first copy between two GPUs: memory that
+        it maps piece by piece (expandable segments) can be opened by nobody else."""
         for source in self.devices:
             for target in self.devices:
                 torch.empty(1, device=source).to(target)

@@ -1,5 +1,6 @@
-"""Odd things that reach the seam: impostors, numbers out of bounds, messages cut inside a character."""
+"""Odd things that reach the seam: impostors, numbers out of bounds, messages cut in a character."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -13,8 +14,6 @@ pytestmark = pytest.mark.seam
 
 
 def run(code, **environment):
-    import os
-
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
