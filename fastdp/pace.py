@@ -3,8 +3,9 @@
 Python code of two threads that both run operators hands the GIL to and fro at each of them, and now
 and then waits for a whole switch interval (5 ms): for a forward of few milliseconds on the host
 that costs more than the operators. So short forwards there take turns: a replica starts when the
-one before has finished. On GPUs all start at once: an operator's launch, outside the GIL, takes longer
-than its Python, and taking turns was measured to be slower (two H200, ResNet-18, 2026-11-29).
+one before has finished. On GPUs all start at once: an operator's launch, outside the GIL, takes
+longer than its Python, and taking turns was measured to be slower (two H200, ResNet-18,
+2026-11-29).
 """
 
 from __future__ import annotations
