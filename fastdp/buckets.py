@@ -12,6 +12,7 @@ from typing import Any, Collection, List, Optional, Sequence, Tuple
 import torch
 
 from . import _C, _torch_compat
+from .arrays import TORCH
 from .flat_weights import FlatWeights
 from .streams import Communication
 
@@ -65,12 +66,7 @@ class Bucket:
         """Each slot as a tensor with a version counter of its own and no view relation: an in-place
         change of one must not invalidate the graphs of the others."""
         slots = self.core.views(flat)
-        if slots is None:
-            slots = [
-                flat.as_strided(shape, strides, offset).data
-                for offset, shape, strides in self.core.slots
-            ]
-        return slots
+        return TORCH.slots(self.core, flat) if slots is None else slots
 
     def with_zeros(self, tensors: Sequence[Optional[torch.Tensor]]) -> Sequence[torch.Tensor]:
         """One tensor per slot, zeros where there is None."""
@@ -137,7 +133,7 @@ class Bucket:
     ) -> List[Any]:
         """Where the core cannot read all gradients as they are."""
         count = self.count
-        sparse = [k for k in range(count) if any(_is_sparse(row[k]) for row in rows)]
+        sparse = [k for k in range(count) if any(is_sparse(row[k]) for row in rows)]
         summed = {k: _sum_in_order([row[k] for row in rows], self.device) for k in sparse}
         dense = tuple(
             tuple(None if k in summed else resolved(row[k]) for k in range(count))
@@ -165,8 +161,8 @@ def _are_ordinary(gradients: Sequence[Optional[torch.Tensor]], dtype: torch.dtyp
     return not any(g is not None and (g.layout is not strided or g.is_neg()) for g in gradients)
 
 
-def _is_sparse(gradient: Optional[torch.Tensor]) -> bool:
-    return gradient is not None and gradient.layout != torch.strided
+def is_sparse(tensor: Optional[torch.Tensor]) -> bool:
+    return tensor is not None and tensor.layout != torch.strided
 
 
 def resolved(tensor: Optional[torch.Tensor]) -> Optional[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from . import _C, _torch_compat
-from .buckets import Bucket, resolved
+from .buckets import Bucket, is_sparse, resolved
 from .functions import Broadcast
 from .streams import Communication
 
@@ -124,7 +124,3 @@ def _name_what_cannot_travel(root: nn.Module) -> None:
             except Exception as error:
                 if not is_sparse(tensor):
                     raise TypeError(f"{kind} {name!r} cannot be replicated: {error}") from error
-
-
-def is_sparse(tensor: torch.Tensor) -> bool:
-    return tensor.layout != torch.strided

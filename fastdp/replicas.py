@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from . import _C, _torch_compat
-from .buckets import make_buckets
+from .buckets import is_sparse, make_buckets
 from .devices import parse_devices
 from .flat_weights import RnnWeights
 from .fresh_replicas import WalkedTree, check_scripted, fresh_replicas
-from .plans import Plan, Tensors, check_home, check_tensors, described, is_sparse
+from .plans import Plan, Tensors, check_home, check_tensors, described
 from .replica_sets import ReplicaSet
 from .streams import Communication
 
@@ -104,11 +104,13 @@ class Replicator:
 
     def give_back(self, lease: Lease) -> None:
         """The end of a lease's replicas; its tokens stay. Replicas that somebody still holds are
-        kept apart, and looked at again before new ones are made."""
+        kept apart, and looked at again before new ones are made. A second end does nothing."""
+        if lease.replicas is None:
+            return
         self._communication.deliver()
         replicas, lease.replicas = lease.replicas, None
         root = self._module()
-        if replicas is None or root is None:
+        if root is None:
             return
         self._held(root, False, lambda same: self._put_away(replicas, same))
 

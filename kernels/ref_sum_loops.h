@@ -1,4 +1,5 @@
-/* The inner loops of ref_sum.c for one instruction set; included once for each, so without a guard.
+/* The inner loops of ref_sum.c for one instruction set; included once for each, so without a guard,
+ * and as long as the code that it is.
  * The includer defines FDP_ISA(name) (the name with the set's suffix), FDP_ISA_TARGET (the
  * attribute that turns the set on), FDP_ISA_VECTOR_BYTES, and FDP_ISA_F16C if the set converts fp16
  * by itself; all are undefined again at the end.

@@ -353,6 +353,6 @@ static void set_spare(void (*function)(bool is_on)) { state.spare = function; }
 
 static int depth(void) { return current_group ? current_group->depth : 0; }
 
-EXPORT const fake_nccl_table fake_nccl = {reset,   read_counts, set_version, fail_call, hang,
-                                          release, fail_rank,   set_current, depth,     fake_violate,
-                                          set_spare};
+EXPORT const fake_nccl_table fake_nccl = {reset,       read_counts, set_version,  fail_call,
+                                          hang,        release,     fail_rank,    set_current,
+                                          depth,       fake_violate, set_spare};
