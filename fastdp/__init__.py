@@ -8,9 +8,10 @@ import torch  # noqa: F401  (first: the core finds its libraries through torch's
 from . import comm
 from ._C import build_info
 from .apply import parallel_apply
+from .functional import data_parallel
 from .replicas import replicate
 from .trees import gather, scatter, scatter_kwargs
-from .wrapper import DataParallel, data_parallel
+from .wrapper import DataParallel
 
 __all__ = [
     "DataParallel",

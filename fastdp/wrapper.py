@@ -5,10 +5,7 @@ replicate, parallel_apply, gather) are methods, as there, and a subclass may ove
 from __future__ import annotations
 
 import sys
-import threading
-import weakref
-from itertools import chain
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -16,92 +13,12 @@ from torch import nn
 from . import _torch_compat, environment, trees
 from .apply import apply_modules
 from .devices import parse_device, parse_devices
-from .plans import check_home, check_tensors
-from .replicas import Lease, Replicator, replicate
-from .workers import Teams
+from .placement import check_one_device, choose_devices, public_device, tensors_of
+from .plans import check_home
+from .replicas import replicate
+from .runtime import MAKING, Runtime
 
-__all__ = ["DataParallel", "data_parallel"]
-
-# Leases of forwards that were written by hand and never gathered; older ones are given back.
-_MAX_OPEN_LEASES = 8
-
-
-class _Runtime:
-    """What a wrapper has besides torch's attributes: threads, replicas and leases. It is made at
-    the first forward, is in no copy or pickle of the wrapper, and knows nothing of it."""
-
-    def __init__(
-        self, module: nn.Module, devices: Sequence[torch.device], options: Any, weak: bool = False
-    ) -> None:
-        self.devices = tuple(devices)
-        self.device_ids: Sequence[Any] = ()  # as the wrapper wrote them
-        self.options = options
-        self.teams = Teams()
-        self.replicator = Replicator(module, devices, *options, weak=weak)
-        self._module = weakref.ref(module)
-        self._open = threading.local()
-
-    def serves(self, module: nn.Module, devices: Sequence[torch.device], options: Any) -> bool:
-        return (
-            self._module() is module
-            and self.devices[: len(devices)] == tuple(devices)
-            and self.options == options
-        )
-
-    def parsed(self, device_ids: Any) -> Tuple[torch.device, ...]:
-        """The devices of a list, which is looked at closely only if it is not the wrapper's own."""
-        count = len(device_ids) if isinstance(device_ids, list) else 0
-        if 0 < count and device_ids == self.device_ids[:count]:
-            return self.devices[:count]
-        return parse_devices(device_ids, "device_ids")
-
-    def leases(self) -> List[Lease]:
-        """This thread's open leases: a forward inside a forward has its own on top."""
-        if not hasattr(self._open, "leases"):
-            self._open.leases = []
-        return self._open.leases
-
-    def replicas(self, ranks: int) -> List[nn.Module]:
-        early = self._in_forward()
-        leases = self.leases()
-        if not early:
-            # By hand: replicas whose gather never came go back; tokens may still be asked for.
-            for lease in leases:
-                self.replicator.give_back(lease)
-        roots, lease = self.replicator.take(ranks, not torch.is_grad_enabled(), early)
-        leases.append(lease)
-        if len(leases) > _MAX_OPEN_LEASES:
-            self.replicator.give_back(leases.pop(0))
-        return roots
-
-    def tokens(self) -> Tuple[torch.Tensor, ...]:
-        """The tokens of the newest lease, whose replicas go back. The lease ends with its forward,
-        or here where the forward is written by hand."""
-        leases = self.leases()
-        if not leases:
-            return ()
-        lease = leases[-1] if self._in_forward() else leases.pop()
-        self.replicator.give_back(lease)
-        return lease.tokens
-
-    def _in_forward(self) -> bool:
-        return getattr(self._open, "forwards", 0) > 0
-
-    def forward(self, steps: Callable[[], Any]) -> Any:
-        """Runs the steps of a whole forward: leases that they leave open, by an error or an
-        override of gather, end with it; so copies may be on their way while replicas start."""
-        leases = self.leases()
-        outer = getattr(self._open, "forwards", 0)
-        # A forward inside a forward leaves the outer one's alone; what else is there was left by
-        # an interrupt, or by hand.
-        depth = len(leases) if outer else 0
-        try:
-            self._open.forwards = outer + 1
-            return steps()
-        finally:
-            self._open.forwards = outer
-            while len(leases) > depth:
-                self.replicator.give_back(leases.pop())
+__all__ = ["DataParallel"]
 
 
 class DataParallel(nn.DataParallel):
@@ -152,17 +69,17 @@ class DataParallel(nn.DataParallel):
         self.dim = dim
         self.unused_grad = environment.unused_grad(unused_grad)
         self.bucket_bytes = environment.bucket_bytes(bucket_bytes)
-        devices = _choose_devices(device_ids)
+        devices = choose_devices(device_ids)
         if not devices:
             self.device_ids = []
             return
-        self.device_ids = [_public(device) for device in devices]
+        self.device_ids = [public_device(device) for device in devices]
         output = devices[0]
         if output_device is not None:
             output = parse_device(output_device, "output_device")
-        self.output_device = _public(output)
+        self.output_device = public_device(output)
         self.src_device_obj = devices[0]
-        _check_one_device(module)
+        check_one_device(module)
         if devices[0].type == "cuda":
             _torch_compat.check_balance([device.index for device in devices])
         if len(devices) == 1:
@@ -191,7 +108,7 @@ class DataParallel(nn.DataParallel):
                 # A forward without arguments runs once, on the first device.
                 rows, named = ((),), ({},)
             if len(self.device_ids) == 1:
-                check_home(_tensors_of(self.module), self.src_device_obj)
+                check_home(tensors_of(self.module), self.src_device_obj)
                 return self.module(*rows[0], **named[0])
             return self._runtime().forward(lambda: self._gathered(rows, named))
 
@@ -235,7 +152,7 @@ class DataParallel(nn.DataParallel):
     def _options(self) -> Tuple[int, str]:
         return self.bucket_bytes, self.unused_grad
 
-    def _runtime(self) -> _Runtime:
+    def _runtime(self) -> Runtime:
         runtime = self.__dict__.get("_fastdp_runtime")
         if runtime is None:
             devices = parse_devices(self.device_ids, "device_ids")
@@ -243,10 +160,10 @@ class DataParallel(nn.DataParallel):
             devices = runtime.parsed(self.device_ids)
         options = self._options()
         if runtime is None or not runtime.serves(self.module, devices, options):
-            with _making:
+            with MAKING:
                 runtime = self.__dict__.get("_fastdp_runtime")
                 if runtime is None or not runtime.serves(self.module, devices, options):
-                    runtime = _Runtime(self.module, devices, options)
+                    runtime = Runtime(self.module, devices, options)
                     runtime.device_ids = list(self.device_ids)
                     self.__dict__["_fastdp_runtime"] = runtime
         return runtime
@@ -266,94 +183,3 @@ def _untraced_forward() -> Any:
     if _untraced is None:
         _untraced = torch.compiler.disable(DataParallel._forward)
     return _untraced
-
-
-def _choose_devices(device_ids: Optional[Sequence[Any]]) -> Tuple[torch.device, ...]:
-    """The devices of a wrapper; none means: call the module directly."""
-    if not torch.cuda.is_available() and (device_ids is None or not _names_host(device_ids)):
-        return ()
-    if device_ids is None:
-        device_ids = list(range(torch.cuda.device_count()))
-    return parse_devices(device_ids, "device_ids")
-
-
-def _names_host(device_ids: Any) -> bool:
-    """Whether the ids are meant on a machine without a GPU, where torch ignores all ids."""
-    if isinstance(device_ids, (str, torch.device)):
-        return True  # no list: parse_devices says so
-    host = ("cpu", "cpu:0", -1)
-    return any(getattr(device, "type", device) in host for device in device_ids)
-
-
-def _public(device: torch.device) -> Any:
-    """As nn.DataParallel shows it: an index. The host has none."""
-    return device if device.type == "cpu" else device.index
-
-
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    return chain(module.parameters(), module.buffers())
-
-
-def _check_one_device(module: nn.Module) -> None:
-    check_tensors(module)
-    found = {tensor.device for tensor in _tensors_of(module)}
-    if len(found) > 1:
-        raise ValueError(
-            f"module spans the devices {', '.join(sorted(map(str, found)))}: its parameters and "
-            "buffers must lie on one device, device_ids[0]"
-        )
-
-
-# Two threads at a wrapper's first forward share one runtime.
-_making = threading.RLock()
-_runtimes: "weakref.WeakKeyDictionary[nn.Module, _Runtime]" = weakref.WeakKeyDictionary()
-
-
-def data_parallel(
-    module: nn.Module,
-    inputs: Any,
-    device_ids: Optional[Sequence[Any]] = None,
-    output_device: Any = None,
-    dim: int = 0,
-    module_kwargs: Optional[Dict[str, Any]] = None,
-) -> Any:
-    """`module(*inputs, **module_kwargs)` on replicas, without a wrapper object.
-
-    Args:
-        module: its parameters and buffers lie on device_ids[0].
-        inputs: a tuple of arguments, one argument, or None for none.
-        device_ids, output_device, dim: as for `DataParallel`.
-        module_kwargs: keyword arguments.
-
-    Returns:
-        What `DataParallel(module, ...)` would return. Replicas are kept for the module's next call
-        with the same devices, for as long as the module lives.
-
-    Raises:
-        RuntimeError: no devices; parameters or buffers that are not on device_ids[0].
-    """
-    if not isinstance(inputs, tuple):
-        inputs = (inputs,) if inputs is not None else ()
-    devices = _choose_devices(device_ids)
-    if not devices:
-        raise RuntimeError("no available devices were found: device_ids=['cpu', ...] uses the host")
-    output = devices[0] if output_device is None else parse_device(output_device, "output_device")
-    rows, named = trees.scatter_kwargs(inputs, module_kwargs, devices, dim)
-    if not rows and not named:
-        rows, named = ((),), ({},)
-    if len(devices) == 1:
-        check_home(_tensors_of(module), devices[0])
-        return module(*rows[0], **named[0])
-    options = environment.bucket_bytes(None), environment.unused_grad(None)
-    with _making:
-        runtime = _runtimes.get(module)
-        if runtime is None or not runtime.serves(module, devices, options):
-            runtime = _runtimes[module] = _Runtime(module, devices, options, weak=True)
-
-    def steps() -> Any:
-        outputs = apply_modules(
-            runtime.teams, runtime.replicas(len(rows)), rows, named, devices[: len(rows)]
-        )
-        return trees.gather_tree(outputs, output, dim, runtime.tokens())
-
-    return runtime.forward(steps)

@@ -1,0 +1,48 @@
+"""Where a wrapper's replicas are, and whether the module is there too."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any, Iterator, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from .devices import parse_devices
+from .plans import check_tensors
+
+
+def choose_devices(device_ids: Optional[Sequence[Any]]) -> Tuple[torch.device, ...]:
+    """The devices of a wrapper; none means: call the module directly."""
+    if not torch.cuda.is_available() and (device_ids is None or not _names_host(device_ids)):
+        return ()
+    if device_ids is None:
+        device_ids = list(range(torch.cuda.device_count()))
+    return parse_devices(device_ids, "device_ids")
+
+
+def _names_host(device_ids: Any) -> bool:
+    """Whether the ids are meant on a machine without a GPU, where torch ignores all ids."""
+    if isinstance(device_ids, (str, torch.device)):
+        return True  # no list: parse_devices says so
+    host = ("cpu", "cpu:0", -1)
+    return any(getattr(device, "type", device) in host for device in device_ids)
+
+
+def public_device(device: torch.device) -> Any:
+    """As nn.DataParallel shows it: an index. The host has none."""
+    return device if device.type == "cpu" else device.index
+
+
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+def check_one_device(module: nn.Module) -> None:
+    check_tensors(module)
+    found = {tensor.device for tensor in tensors_of(module)}
+    if len(found) > 1:
+        raise ValueError(
+            f"module spans the devices {', '.join(sorted(map(str, found)))}: its parameters and "
+            "buffers must lie on one device, device_ids[0]"
+        )

@@ -1,0 +1,97 @@
+"""What a wrapper has besides torch's attributes: threads, replicas and leases."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Callable, List, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from .devices import parse_devices
+from .replicas import Lease, Replicator
+from .workers import Teams
+
+# Two threads at a wrapper's first forward share one runtime.
+MAKING = threading.RLock()
+
+# Leases of forwards that were written by hand and never gathered; older ones are given back.
+_MAX_OPEN_LEASES = 8
+
+
+class Runtime:
+    """Made at a wrapper's first forward; in no copy or pickle of it, and knows nothing of it."""
+
+    def __init__(
+        self, module: nn.Module, devices: Sequence[torch.device], options: Any, weak: bool = False
+    ) -> None:
+        self.devices = tuple(devices)
+        self.device_ids: Sequence[Any] = ()  # as the wrapper wrote them
+        self.options = options
+        self.teams = Teams()
+        self.replicator = Replicator(module, devices, *options, weak=weak)
+        self._module = weakref.ref(module)
+        self._open = threading.local()
+
+    def serves(self, module: nn.Module, devices: Sequence[torch.device], options: Any) -> bool:
+        return (
+            self._module() is module
+            and self.devices[: len(devices)] == tuple(devices)
+            and self.options == options
+        )
+
+    def parsed(self, device_ids: Any) -> Tuple[torch.device, ...]:
+        """The devices of a list, which is looked at closely only if it is not the wrapper's own."""
+        count = len(device_ids) if isinstance(device_ids, list) else 0
+        if 0 < count and device_ids == self.device_ids[:count]:
+            return self.devices[:count]
+        return parse_devices(device_ids, "device_ids")
+
+    def leases(self) -> List[Lease]:
+        """This thread's open leases: a forward inside a forward has its own on top."""
+        if not hasattr(self._open, "leases"):
+            self._open.leases = []
+        return self._open.leases
+
+    def replicas(self, ranks: int) -> List[nn.Module]:
+        early = self._in_forward()
+        leases = self.leases()
+        if not early:
+            # By hand: replicas whose gather never came go back; tokens may still be asked for.
+            for lease in leases:
+                self.replicator.give_back(lease)
+        roots, lease = self.replicator.take(ranks, not torch.is_grad_enabled(), early)
+        leases.append(lease)
+        if len(leases) > _MAX_OPEN_LEASES:
+            self.replicator.give_back(leases.pop(0))
+        return roots
+
+    def tokens(self) -> Tuple[torch.Tensor, ...]:
+        """The tokens of the newest lease, whose replicas go back. The lease ends with its forward,
+        or here where the forward is written by hand."""
+        leases = self.leases()
+        if not leases:
+            return ()
+        lease = leases[-1] if self._in_forward() else leases.pop()
+        self.replicator.give_back(lease)
+        return lease.tokens
+
+    def _in_forward(self) -> bool:
+        return getattr(self._open, "forwards", 0) > 0
+
+    def forward(self, steps: Callable[[], Any]) -> Any:
+        """Runs the steps of a whole forward: leases that they leave open, by an error or an
+        override of gather, end with it; so copies may be on their way while replicas start."""
+        leases = self.leases()
+        outer = getattr(self._open, "forwards", 0)
+        # A forward inside a forward leaves the outer one's alone; what else is there was left by
+        # an interrupt, or by hand.
+        depth = len(leases) if outer else 0
+        try:
+            self._open.forwards = outer + 1
+            return steps()
+        finally:
+            self._open.forwards = outer
+            while len(leases) > depth:
+                self.replicator.give_back(leases.pop())
