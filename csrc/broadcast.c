@@ -29,8 +29,8 @@ fdp_status fdp_broadcast(fdp_context *context, const fdp_view *source, fdp_strea
   FDP_TRY(fdp_fault_check(FDP_FAULT_BROADCAST));
   FDP_TRY(check(source, (fdp_named_views){"targets", targets, target_count, false}));
   for (int32_t i = 0; i < target_count; ++i) devices[i] = targets[i].device;
-  FDP_TRY(fdp_context_party(context, source->device, source_stream, devices, target_streams,
-                            target_count, &party));
+  FDP_TRY(fdp_context_party(context, NULL, source->device, source_stream, devices,
+                            target_streams, target_count, &party));
   for (int32_t i = 0; i < target_count; ++i) {
     int32_t before = list.count;
     /* A target that is the source gets an empty transfer, which still orders the streams. */

@@ -138,6 +138,10 @@ void fdp_bucket_close(fdp_bucket *bucket) {
   free(bucket);
 }
 
+fdp_status fdp_bucket_demand(fdp_bucket *bucket, const char *transport) {
+  return fdp_context_transport_name(transport, &bucket->transport);
+}
+
 int32_t fdp_bucket_count(const fdp_bucket *bucket) { return bucket->count; }
 
 int64_t fdp_bucket_size_bytes(const fdp_bucket *bucket) { return bucket->size_bytes; }

@@ -18,6 +18,10 @@ fdp_status fdp_bucket_open(const fdp_view *prototypes, const int64_t *offsets_el
                            fdp_bucket **bucket);
 void fdp_bucket_close(fdp_bucket *bucket);
 
+/* Its verbs are carried by the transport of that name, or by the first that fits ("auto"), whatever
+ * FASTDP_TRANSPORT says. Before its first verb. FDP_INVALID_ARGUMENT for a name that is none. */
+fdp_status fdp_bucket_demand(fdp_bucket *bucket, const char *transport);
+
 int32_t fdp_bucket_count(const fdp_bucket *bucket);
 /* Size that a flat buffer must have, the gaps between slots included. */
 int64_t fdp_bucket_size_bytes(const fdp_bucket *bucket);

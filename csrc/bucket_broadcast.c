@@ -107,8 +107,8 @@ fdp_status fdp_bucket_broadcast(fdp_context *context, const fdp_bucket *bucket,
     devices[i] = flats[i].device;
     addresses[i] = flats[i].data;
   }
-  FDP_TRY(fdp_context_party(context, sources[0].device, home_stream, devices, flat_streams,
-                            flat_count, &party));
+  FDP_TRY(fdp_context_party(context, bucket->transport, sources[0].device, home_stream, devices,
+                            flat_streams, flat_count, &party));
   segments = malloc((size_t)bucket->count * sizeof *segments);
   if (!segments) {
     status = fdp_fail(FDP_OUT_OF_MEMORY, "%s: no host memory for %d segments", verb, bucket->count);

@@ -157,8 +157,8 @@ fdp_status fdp_bucket_reduce(fdp_context *context, const fdp_bucket *bucket,
   fdp_status status;
   FDP_TRY(fdp_fault_check(FDP_FAULT_BUCKET_REDUCE));
   FDP_TRY(check(&work, devices));
-  FDP_TRY(fdp_context_party(context, flat->device, flat_stream, devices, rank_streams, rank_count,
-                            &party));
+  FDP_TRY(fdp_context_party(context, bucket->transport, flat->device, flat_stream, devices,
+                            rank_streams, rank_count, &party));
   size_t count = (size_t)bucket->count;
   sums = malloc(count * sizeof *sums + count * (size_t)rank_count * sizeof(void *));
   if (!sums) {

@@ -20,6 +20,7 @@ struct fdp_bucket {
   int64_t size_bytes;
   bucket_slot *slots;
   int64_t *dims; /* shapes and strides of all slots */
+  const char *transport; /* by name, as in context.h; NULL: FASTDP_TRANSPORT's */
 };
 
 static inline bool fdp_bucket_slot_has_shape(const bucket_slot *slot, const fdp_view *view) {

@@ -31,7 +31,7 @@ typedef struct context_device {
 
 struct fdp_context {
   int64_t timeout_ms;
-  const char *forced_transport; /* of FASTDP_TRANSPORT; NULL for "auto" */
+  const char *standard_transport; /* of FASTDP_TRANSPORT; NULL for "auto" */
   fdp_transport *transports[MAX_TRANSPORTS]; /* in order of preference, up to NULL */
   int32_t transport_count;
   pthread_mutex_t mutex; /* guards all below */
@@ -62,7 +62,7 @@ fdp_status fdp_context_open(fdp_context **context) {
   fdp_status status;
   FDP_TRY(fdp_env_integer(FDP_ENV_TIMEOUT_MS, &opened->timeout_ms));
   FDP_TRY(fdp_env_choice(FDP_ENV_TRANSPORT, &choice));
-  if (choice > 0) opened->forced_transport = fdp_env_choice_name(FDP_ENV_TRANSPORT, choice);
+  if (choice > 0) opened->standard_transport = fdp_env_choice_name(FDP_ENV_TRANSPORT, choice);
   FDP_TRY(open_transports(opened));
   *context = opened;
   opened = NULL;
@@ -212,71 +212,94 @@ done:
 }
 
 /* FASTDP_TRANSPORT is about GPUs: host memory has no choice of means. */
-static bool is_choice_free(const fdp_context *context, const fdp_party *party) {
-  if (!context->forced_transport || party->home.device->id.kind != FDP_DEVICE_CUDA) return true;
+static bool are_gpus(const fdp_party *party) {
+  if (party->home.device->id.kind != FDP_DEVICE_CUDA) return false;
   for (int32_t i = 0; i < party->other_count; ++i) {
-    if (party->others[i].device->id.kind != FDP_DEVICE_CUDA) return true;
+    if (party->others[i].device->id.kind != FDP_DEVICE_CUDA) return false;
   }
-  return false;
+  return true;
 }
 
 static fdp_status joins(const fdp_transport *transport, const fdp_party *party) {
   return transport->ops->joins(transport, &party->home, party->others, party->other_count);
 }
 
-static fdp_status choose_forced(fdp_context *context, fdp_party *party, char *text,
-                                size_t text_bytes) {
-  const char *name = context->forced_transport;
-  char reason[FDP_MESSAGE_BYTES / 2];
+/* `option` is how it was asked for. */
+static fdp_status choose_only(fdp_context *context, const char *name, const char *option,
+                              fdp_party *party, char *reason, size_t reason_bytes) {
+  char missing[FDP_MESSAGE_BYTES / 2];
   for (int32_t i = 0; i < context->transport_count; ++i) {
     const fdp_transport *candidate = context->transports[i];
     if (strcmp(name, candidate->ops->name) != 0) continue;
     fdp_status status = joins(candidate, party);
     party->transport = candidate;
-    snprintf(text, text_bytes, "%s, as FASTDP_TRANSPORT says", name);
+    snprintf(reason, reason_bytes, "%s asks for it", option);
     if (status != FDP_UNSUPPORTED) return status;
-    snprintf(reason, sizeof reason, "%s", fdp_last_message());
-    return fdp_fail(status, "FASTDP_TRANSPORT=%s does not join the devices: %s", name, reason);
+    snprintf(missing, sizeof missing, "%s", fdp_last_message());
+    return fdp_fail(status, "%s=%s does not join the devices: %s", option, name, missing);
   }
-  return fdp_fail(FDP_UNSUPPORTED, "FASTDP_TRANSPORT=%s: this build has no such transport", name);
+  return fdp_fail(FDP_UNSUPPORTED, "%s=%s: this build has no such transport", option, name);
 }
 
-/* Writes "peer, since local: cuda:0 and cuda:1 are different memories" into `text`. */
-static fdp_status choose(fdp_context *context, fdp_party *party, char *text, size_t text_bytes) {
-  if (!is_choice_free(context, party)) return choose_forced(context, party, text, text_bytes);
-  char reasons[FDP_MESSAGE_BYTES / 2] = "";
+static fdp_status choose_first(fdp_context *context, fdp_party *party, char *reason,
+                               size_t reason_bytes) {
   size_t used = 0;
+  snprintf(reason, reason_bytes, "it is the first that is tried");
   for (int32_t i = 0;; ++i) {
     assert(i < context->transport_count); /* the last joins anything */
     party->transport = context->transports[i];
-    const char *name = party->transport->ops->name;
     fdp_status status = joins(party->transport, party);
-    if (status != FDP_UNSUPPORTED) {
-      snprintf(text, text_bytes, "%s%s%s", name, used ? ", since " : "", reasons);
-      return status;
-    }
-    int written = snprintf(reasons + used, sizeof reasons - used, "%s%s: %s", used ? "; " : "",
-                           name, fdp_last_message());
+    if (status != FDP_UNSUPPORTED) return status;
+    int written = snprintf(reason + used, reason_bytes - used, "%s%s: %s", used ? "; " : "",
+                           party->transport->ops->name, fdp_last_message());
     if (written > 0) used += (size_t)written;
-    if (used >= sizeof reasons) used = sizeof reasons - 1;
+    if (used >= reason_bytes) used = reason_bytes - 1;
   }
 }
 
-fdp_status fdp_context_transport_reason(fdp_context *context, fdp_device_id home,
-                                        const fdp_device_id *others, int32_t other_count,
-                                        char *text, size_t text_bytes) {
-  fdp_party party;
-  fdp_status status = gather_party(context, home, NULL, others, NULL, other_count, &party);
-  return status == FDP_OK ? choose(context, &party, text, text_bytes) : status;
+static fdp_status choose(fdp_context *context, const char *wanted, fdp_party *party, char *reason,
+                         size_t reason_bytes) {
+  const char *option = "transport";
+  if (!wanted && are_gpus(party)) {
+    wanted = context->standard_transport;
+    option = fdp_env_describe(FDP_ENV_TRANSPORT)->name;
+  }
+  if (!wanted || strcmp(wanted, "auto") == 0) {
+    return choose_first(context, party, reason, reason_bytes);
+  }
+  return choose_only(context, wanted, option, party, reason, reason_bytes);
 }
 
-fdp_status fdp_context_party(fdp_context *context, fdp_device_id home, fdp_stream *home_stream,
-                             const fdp_device_id *others, fdp_stream *const *streams,
-                             int32_t other_count, fdp_party *party) {
-  char text[FDP_MESSAGE_BYTES] = "";
+fdp_status fdp_context_transport(fdp_context *context, const char *wanted, fdp_device_id home,
+                                 const fdp_device_id *others, int32_t other_count,
+                                 const char **name, char *reason, size_t reason_bytes) {
+  fdp_party party;
+  fdp_status status = gather_party(context, home, NULL, others, NULL, other_count, &party);
+  if (status == FDP_OK) status = choose(context, wanted, &party, reason, reason_bytes);
+  if (status == FDP_OK) *name = party.transport->ops->name;
+  return status;
+}
+
+fdp_status fdp_context_party(fdp_context *context, const char *wanted, fdp_device_id home,
+                             fdp_stream *home_stream, const fdp_device_id *others,
+                             fdp_stream *const *streams, int32_t other_count, fdp_party *party) {
+  char reason[FDP_MESSAGE_BYTES / 2] = "";
   fdp_status status =
       gather_party(context, home, home_stream, others, streams, other_count, party);
-  if (status == FDP_OK) status = choose(context, party, text, sizeof text);
-  if (status == FDP_OK) fdp_log(FDP_LOG_DEBUG, "transport %s", text);
+  if (status == FDP_OK) status = choose(context, wanted, party, reason, sizeof reason);
+  if (status == FDP_OK) {
+    fdp_log(FDP_LOG_DEBUG, "transport %s, since %s", party->transport->ops->name, reason);
+  }
   return status;
+}
+
+fdp_status fdp_context_transport_name(const char *name, const char **found) {
+  for (int32_t i = 0; *fdp_env_choice_name(FDP_ENV_TRANSPORT, i) != '\0'; ++i) {
+    const char *choice = fdp_env_choice_name(FDP_ENV_TRANSPORT, i);
+    if (strcmp(name, choice) != 0) continue;
+    *found = choice;
+    return FDP_OK;
+  }
+  return fdp_fail(FDP_INVALID_ARGUMENT, "transport is \"%.100s\": must be one of %s", name,
+                  fdp_env_describe(FDP_ENV_TRANSPORT)->type_text);
 }

@@ -32,18 +32,22 @@ fdp_pool *fdp_context_pool(fdp_context *context, fdp_device *device);
 /* Puts a device that was opened elsewhere under its id, before first use of that id: how tests
  * bring simulated devices. The context closes it, also when this fails. */
 fdp_status fdp_context_adopt(fdp_context *context, fdp_device *device);
-/* Everyone, and the first transport, in order of preference, that joins `home` with all `others`;
- * or the one that FASTDP_TRANSPORT asks for, if all are GPUs. FDP_UNSUPPORTED, with what is
- * missing, when it does not. A pair of GPUs that was never joined before is looked at first
- * (peer_check.h), which takes a moment. `streams` may be NULL, or hold NULL: the device's default
- * stream. other_count is 1 to FDP_MAX_REPLICAS (checked by the verb). */
-fdp_status fdp_context_party(fdp_context *context, fdp_device_id home, fdp_stream *home_stream,
-                             const fdp_device_id *others, fdp_stream *const *streams,
-                             int32_t other_count, fdp_party *party);
-/* Which transport that would be and why: "peer, since local: cuda:0 and cuda:1 are different
- * memories". At most `text_bytes` are written. */
-fdp_status fdp_context_transport_reason(fdp_context *context, fdp_device_id home,
-                                        const fdp_device_id *others, int32_t other_count,
-                                        char *text, size_t text_bytes);
+/* Everyone, and a transport that joins `home` with all `others`: the one named `wanted`; for "auto"
+ * the first in order of preference; for NULL the one that FASTDP_TRANSPORT asks for if all are
+ * GPUs, else the first. FDP_UNSUPPORTED, with what is missing, when the one asked for does not join
+ * them. A pair of GPUs that was never joined before is looked at first (peer_check.h), which takes
+ * a moment. `streams` may be NULL, or hold NULL: the device's default stream. other_count is 1 to
+ * FDP_MAX_REPLICAS (checked by the verb). */
+fdp_status fdp_context_party(fdp_context *context, const char *wanted, fdp_device_id home,
+                             fdp_stream *home_stream, const fdp_device_id *others,
+                             fdp_stream *const *streams, int32_t other_count, fdp_party *party);
+/* The name of the transport that this would be, and why: "local: cuda:0 and cuda:1 are different
+ * memories" is why it is peer. At most `reason_bytes` are written. */
+fdp_status fdp_context_transport(fdp_context *context, const char *wanted, fdp_device_id home,
+                                 const fdp_device_id *others, int32_t other_count,
+                                 const char **name, char *reason, size_t reason_bytes);
+/* The name of a transport, or "auto", as the environment table has it, which lives for ever; `name`
+ * may go. FDP_INVALID_ARGUMENT for any other text. */
+fdp_status fdp_context_transport_name(const char *name, const char **found);
 
 #endif

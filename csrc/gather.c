@@ -30,8 +30,8 @@ fdp_status fdp_gather(fdp_context *context, const fdp_view *sources,
   FDP_TRY(fdp_fault_check(FDP_FAULT_GATHER));
   FDP_TRY(check((fdp_named_views){"sources", sources, source_count, false}, target, dim));
   for (int32_t i = 0; i < source_count; ++i) devices[i] = sources[i].device;
-  FDP_TRY(fdp_context_party(context, target->device, target_stream, devices, source_streams,
-                            source_count, &party));
+  FDP_TRY(fdp_context_party(context, NULL, target->device, target_stream, devices,
+                            source_streams, source_count, &party));
   FDP_TRY(fdp_plan_slices(&list, target, sources, source_count, dim, FDP_PLAN_GATHER,
                           copy_counts));
   const fdp_strided_copy *copies = list.copies;

@@ -25,6 +25,25 @@ static int read_offsets(PyObject *given, int32_t count, int64_t **offsets_elems)
   return 0;
 }
 
+/* Whom the bucket is to be carried by; None is nobody in particular. 0, or -1 with an error set. */
+static int demand(fdp_py_state *state, fdp_bucket *plan, PyObject *transport) {
+  const char *name;
+  fdp_status status;
+
+  if (transport == Py_None) return 0;
+  if (!PyUnicode_Check(transport)) {
+    PyErr_Format(PyExc_TypeError, "transport: expected None or a str, got %.200s",
+                 Py_TYPE(transport)->tp_name);
+    return -1;
+  }
+  name = PyUnicode_AsUTF8(transport);
+  if (name == NULL) return -1;
+  status = fdp_bucket_demand(plan, name);
+  if (status == FDP_OK) return 0;
+  fdp_py_raise(state, status);
+  return -1;
+}
+
 static PyObject *bucket_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
   fdp_py_state *state = PyType_GetModuleState(type);
   fdp_py_borrower borrower;
@@ -40,15 +59,15 @@ static PyObject *bucket_new(PyTypeObject *type, PyObject *arguments, PyObject *k
     PyErr_SetString(PyExc_TypeError, "Bucket() takes no keyword arguments");
     return NULL;
   }
-  if (given < 1 || given > 2) {
-    PyErr_Format(PyExc_TypeError, "Bucket() takes 1 or 2 positional arguments, %zd given", given);
+  if (given < 1 || given > 3) {
+    PyErr_Format(PyExc_TypeError, "Bucket() takes 1 to 3 positional arguments, %zd given", given);
     return NULL;
   }
   fdp_py_borrower_open(&borrower, state);
   if (fdp_py_borrow_tuple(&borrower, PyTuple_GET_ITEM(arguments, 0), FDP_PY_READ, "prototypes",
                           false, &prototypes) < 0)
     goto done;
-  if (given == 2 &&
+  if (given > 1 &&
       read_offsets(PyTuple_GET_ITEM(arguments, 1), prototypes.count, &offsets_elems) < 0)
     goto done;
   self = (fdp_py_bucket *)type->tp_alloc(type, 0);
@@ -57,6 +76,10 @@ static PyObject *bucket_new(PyTypeObject *type, PyObject *arguments, PyObject *k
   if (status != FDP_OK) {
     self->plan = NULL;
     fdp_py_raise(state, status);
+    Py_CLEAR(self);
+    goto done;
+  }
+  if (given > 2 && demand(state, self->plan, PyTuple_GET_ITEM(arguments, 2)) < 0) {
     Py_CLEAR(self);
     goto done;
   }
@@ -291,7 +314,8 @@ static PyGetSetDef bucket_getters[] = {
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot bucket_type_slots[] = {
-    {Py_tp_doc, (void *)PyDoc_STR("Bucket(prototypes, offsets=None, /)\n--\n\n"
+    {Py_tp_doc, (void *)PyDoc_STR("Bucket(prototypes, offsets=None, transport=None, /)\n"
+                                  "--\n\n"
                                   "The plan of a bucket: many tensors of one dtype in one flat "
                                   "buffer.")},
     {Py_tp_new, (void *)bucket_new},

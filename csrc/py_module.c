@@ -15,6 +15,7 @@
 #include "py_layout.h"
 #include "py_log.h"
 #include "py_producer.h"
+#include "py_transport.h"
 #include "py_tree.h"
 #include "py_verbs.h"
 
@@ -158,6 +159,8 @@ static PyMethodDef module_methods[] = {
      PyDoc_STR("describe(tensors, /)\n--\n\nWhat the tensors look like, as one string.")},
     {"layout", fdp_py_layout, METH_O,
      PyDoc_STR("layout(tensor, /)\n--\n\n(shape, strides, dtype, device) by DLPack's numbers.")},
+    {"transport", (PyCFunction)(void *)fdp_py_transport, METH_FASTCALL,
+     PyDoc_STR("transport(devices, wanted, /)\n--\n\n(name, reason) of what joins them.")},
     {"_use_exchange_table", use_exchange_table, METH_O,
      PyDoc_STR("Tests: whether exchange tables are looked for.")},
     {NULL, NULL, 0, NULL}};

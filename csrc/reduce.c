@@ -103,8 +103,8 @@ fdp_status fdp_reduce(fdp_context *context, const fdp_view *sources,
   FDP_TRY(fdp_fault_check(FDP_FAULT_REDUCE));
   FDP_TRY(check((fdp_named_views){"sources", sources, source_count, false}, target));
   for (int32_t i = 0; i < source_count; ++i) devices[i] = sources[i].device;
-  FDP_TRY(fdp_context_party(context, target->device, target_stream, devices, source_streams,
-                            source_count, &party));
+  FDP_TRY(fdp_context_party(context, NULL, target->device, target_stream, devices,
+                            source_streams, source_count, &party));
   FDP_TRY(run(&party, sources, target));
   int64_t size_bytes = fdp_view_size_bytes(target);
   fdp_counters_add(FDP_VERB_REDUCE, size_bytes, size_bytes > 0 ? 1 : 0);

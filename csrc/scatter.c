@@ -29,8 +29,8 @@ fdp_status fdp_scatter(fdp_context *context, const fdp_view *source, fdp_stream 
   FDP_TRY(fdp_fault_check(FDP_FAULT_SCATTER));
   FDP_TRY(check(source, (fdp_named_views){"targets", targets, target_count, false}, dim));
   for (int32_t i = 0; i < target_count; ++i) devices[i] = targets[i].device;
-  FDP_TRY(fdp_context_party(context, source->device, source_stream, devices, target_streams,
-                            target_count, &party));
+  FDP_TRY(fdp_context_party(context, NULL, source->device, source_stream, devices,
+                            target_streams, target_count, &party));
   FDP_TRY(fdp_plan_slices(&list, source, targets, target_count, dim, FDP_PLAN_SCATTER,
                           copy_counts));
   const fdp_strided_copy *copies = list.copies;

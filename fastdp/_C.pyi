@@ -60,6 +60,13 @@ def gather(sources: Tuple[_Producer, ...], target: _Producer, dim: int, /) -> No
 def broadcast(source: _Producer, targets: Tuple[_Producer, ...], /) -> None: ...
 def reduce(sources: Tuple[_Producer, ...], target: _Producer, /) -> None: ...
 
+def transport(
+    devices: Tuple[Tuple[int, int], ...], wanted: Optional[str], /
+) -> Tuple[str, str]:
+    """(name, reason) of the transport that joins the first of `devices`, by DLPack's numbers, with
+    the others. `wanted` as Bucket's `transport`; NotImplementedError, with what is missing, when
+    that does not join them. The first time it opens the devices."""
+
 def borrow(tensors: Tuple[_Producer, ...], /) -> int:
     """Borrows each and gives the number of elements in all (benchmarks, tests). Like the methods of
     Bucket and describe(), it asks only complex tensors for the conjugate and the negative bit."""
@@ -77,9 +84,14 @@ def layout(
 class Bucket:
     """The plan of a bucket (bucket.h). Immutable; any thread."""
     def __new__(
-        cls, prototypes: Tuple[_Producer, ...], offsets: Optional[Tuple[int, ...]] = None, /
+        cls,
+        prototypes: Tuple[_Producer, ...],
+        offsets: Optional[Tuple[int, ...]] = None,
+        transport: Optional[str] = None,
+        /,
     ) -> Self:
-        """`offsets`: where each slot begins, in elements, ascending; None: at aligned places."""
+        """`offsets`: where each slot begins, in elements, ascending; None: at aligned places.
+        `transport`: what must carry it, or "auto"; None: what FASTDP_TRANSPORT says."""
     @property
     def count(self) -> int: ...
     @property

@@ -28,6 +28,7 @@ class Bucket:
         devices: of the ranks; the first is the home, where the tensors lie.
         unused_grad: "zero" or "none": the gradient of a tensor that took part in nothing.
         flat: where the tensors have to lie, if that matters.
+        transport: what must carry it, or "auto"; None: what FASTDP_TRANSPORT says.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Bucket:
         communication: Communication,
         unused_grad: str,
         flat: Optional[FlatWeights] = None,
+        transport: Optional[str] = None,
     ) -> None:
         self.communication = communication
         self.places = tuple(places)
@@ -48,7 +50,7 @@ class Bucket:
         self.dtype = tensors[0].dtype
         self.requires_grad = tensors[0].requires_grad
         self.keeps_none = unused_grad == "none"
-        self.core = _C.Bucket(tuple(tensors), flat.offsets if flat else None)
+        self.core = _C.Bucket(tuple(tensors), flat.offsets if flat else None, transport)
         self.count = len(self.places)
         self._length = max(self.core.size_elems, flat.length if flat else 0)
 
@@ -189,6 +191,14 @@ def _sum_in_order(
     return total.coalesce() if total.layout == torch.sparse_coo else total
 
 
+def find_transport(devices: Sequence[torch.device], transport: Optional[str]) -> Tuple[str, str]:
+    """(name, reason) of what carries buckets between two or more devices, the first of them the
+    home: for diagnostics. `transport` as Bucket's; NotImplementedError, with what is missing, when
+    that cannot. The first time it opens the devices."""
+    numbers = tuple((2, d.index) if d.type == "cuda" else (1, 0) for d in devices)  # by DLPack
+    return _C.transport(numbers, transport)
+
+
 def make_buckets(
     tensors: Sequence[torch.Tensor],
     left_out: Collection[int],
@@ -198,6 +208,7 @@ def make_buckets(
     limit_bytes: int,
     unused_grad: str,
     apart: Sequence[FlatWeights] = (),
+    transport: Optional[str] = None,
 ) -> List[Bucket]:
     """Buckets of at most `limit_bytes` (one larger tensor makes its own, and so do the weights of
     an RNN, `apart`), each of one dtype and one requires_grad, for all tensors but those at the
@@ -229,6 +240,7 @@ def make_buckets(
             communication,
             unused_grad,
             flats.get(tuple(group)),
+            transport,
         )
         for group in groups
     ]

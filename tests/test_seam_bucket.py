@@ -129,9 +129,9 @@ def one():
 @pytest.mark.parametrize(
     "call, error, words",
     [
-        (lambda: _C.Bucket(), TypeError, "Bucket() takes 1 or 2 positional arguments, 0 given"),
+        (lambda: _C.Bucket(), TypeError, "Bucket() takes 1 to 3 positional arguments, 0 given"),
         (lambda: _C.Bucket(prototypes=()), TypeError, "Bucket() takes no keyword arguments"),
-        (lambda: _C.Bucket((), None, 1), TypeError, "1 or 2 positional arguments, 3 given"),
+        (lambda: _C.Bucket((), None, None, 1), TypeError, "1 to 3 positional arguments, 4 given"),
         (lambda: _C.Bucket([torch.ones(1)]), TypeError, "prototypes: expected a tuple, got list"),
         (
             lambda: _C.Bucket((torch.ones(1),), [0]),

@@ -238,7 +238,8 @@ static void sink(void *user, fdp_log_level level, const char *message) {
 }
 
 static void run_map(const map *who, bool many_ranks) {
-  char text[FDP_MESSAGE_BYTES] = "";
+  char reason[FDP_MESSAGE_BYTES] = "";
+  const char *name = NULL;
   rank_count = who->rank_count;
   snprintf(case_name, sizeof case_name, "%s, %s", who->name,
            many_ranks ? "a rank each" : "a rank per GPU");
@@ -248,9 +249,9 @@ static void run_map(const map *who, bool many_ranks) {
     CHECK_OK(fdp_context_device(context, ids[r], &devices[r]));
     CHECK_OK(devices[r]->ops->stream_open(devices[r], &streams[r]));
   }
-  fdp_status status =
-      fdp_context_transport_reason(context, ids[0], ids, rank_count, text, sizeof text);
-  printf("%s: %s\n", case_name, status == FDP_OK ? text : fdp_last_message());
+  fdp_status status = fdp_context_transport(context, NULL, ids[0], ids, rank_count, &name, reason,
+                                            sizeof reason);
+  printf("%s: %s\n", case_name, status == FDP_OK ? name : fdp_last_message());
   CHECK(status == FDP_OK);
   if (status == FDP_OK) {
     for (size_t i = 0; i < CASE_DTYPES; i++) test_reduce(&case_dtypes[i]);

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../csrc/context.h"
+#include "../../csrc/bucket.h"
 #include "../../csrc/device_host.h"
 #include "../../csrc/log.h"
 #include "check.h"
@@ -72,30 +72,92 @@ static fdp_context *open_gpus(const char *transport) {
 
 static const fdp_device_id gpus[] = {{FDP_DEVICE_CUDA, 0}, {FDP_DEVICE_CUDA, 1}};
 
-static void check_reason(const char *forced, fdp_device_id home, const fdp_device_id *others,
-                         int32_t count, fdp_status status, const char *wanted) {
-  char text[FDP_MESSAGE_BYTES] = "";
-  fdp_context *context = open_gpus(forced);
-  fdp_status found =
-      fdp_context_transport_reason(context, home, others, count, text, sizeof text);
+/* `expected` is "name, since reason", or the message of a failure. */
+static void check_choice(const char *standard, const char *wanted, fdp_device_id home,
+                         const fdp_device_id *others, int32_t count, fdp_status status,
+                         const char *expected) {
+  char reason[FDP_MESSAGE_BYTES] = "", text[FDP_MESSAGE_BYTES + 32];
+  const char *name = NULL;
+  fdp_context *context = open_gpus(standard);
+  fdp_status found = fdp_context_transport(context, wanted, home, others, count, &name, reason,
+                                           sizeof reason);
   CHECK_EQUAL(found, status);
-  CHECK_TEXT(found == FDP_OK ? text : fdp_last_message(), wanted);
+  if (found == FDP_OK) snprintf(text, sizeof text, "%s, since %s", name, reason);
+  CHECK_TEXT(found == FDP_OK ? text : fdp_last_message(), expected);
   fdp_context_close(context);
+}
+
+static void check_reason(const char *standard, fdp_device_id home, const fdp_device_id *others,
+                         int32_t count, fdp_status status, const char *expected) {
+  check_choice(standard, NULL, home, others, count, status, expected);
+}
+
+/* One call's own choice goes before FASTDP_TRANSPORT, and is a choice on the host, too. */
+static void test_demand(void) {
+  const fdp_device_id pinned[] = {{FDP_DEVICE_CUDA_PINNED, 0}};
+  const char *name = "as before";
+  char wanted[] = "peer";
+  check_choice("host", "peer", gpus[0], gpus, 2, FDP_OK, "peer, since transport asks for it");
+  check_choice("host", "auto", gpus[0], gpus, 2, FDP_OK,
+               "peer, since local: cuda:0 and cuda:1 are different memories");
+  check_choice(NULL, "host", host, pinned, 1, FDP_OK, "host, since transport asks for it");
+  check_choice(NULL, "peer", host, pinned, 1, FDP_UNSUPPORTED,
+               "transport=peer does not join the devices: cpu:0 is no GPU");
+  check_choice(NULL, "nccl", host, pinned, 1, FDP_UNSUPPORTED,
+               "transport=nccl does not join the devices: cpu:0 is no GPU");
+  check_choice("peer", "local", gpus[0], gpus, 2, FDP_UNSUPPORTED, "transport=local does not join "
+               "the devices: cuda:0 and cuda:1 are different memories");
+  CHECK_OK(fdp_context_transport_name(wanted, &name));
+  CHECK_TEXT(name, "peer");
+  CHECK(name != wanted);
+  CHECK_FAILS(fdp_context_transport_name("pigeon", &name), FDP_INVALID_ARGUMENT,
+              "transport is \"pigeon\": must be one of auto|local|peer|nccl|host");
+  CHECK_TEXT(name, "peer");
+}
+
+/* Both verbs of a bucket keep to what it demands. */
+static void test_bucket_demand(void) {
+  static const int64_t shape[] = {5};
+  fdp_context *context = open_gpus(NULL);
+  rig_array source = rig_array_open(float32, 1, shape, RIG_ROWS, gpus[0]);
+  rig_array flat = rig_array_open(float32, 1, shape, RIG_ROWS, gpus[1]);
+  const fdp_view *gradients[] = {&source.view};
+  fdp_bucket *bucket = NULL;
+  CHECK_OK(fdp_bucket_open(&source.view, NULL, 1, &bucket));
+  CHECK_FAILS(fdp_bucket_demand(bucket, ""), FDP_INVALID_ARGUMENT,
+              "transport is \"\": must be one of auto|local|peer|nccl|host");
+#define BROADCAST() \
+  fdp_bucket_broadcast(context, bucket, &source.view, NULL, &flat.view, NULL, 1)
+#define REDUCE() fdp_bucket_reduce(context, bucket, gradients, NULL, 1, &flat.view, NULL)
+  CHECK_OK(BROADCAST());
+  CHECK_OK(fdp_bucket_demand(bucket, "host"));
+  CHECK_OK(BROADCAST());
+  CHECK_OK(REDUCE());
+  CHECK_OK(fdp_bucket_demand(bucket, "local"));
+  CHECK_FAILS(BROADCAST(), FDP_UNSUPPORTED, "transport=local does not join the devices: cuda:0 and "
+              "cuda:1 are different memories");
+  CHECK_FAILS(REDUCE(), FDP_UNSUPPORTED, "transport=local does not join the devices: cuda:1 and "
+              "cuda:0 are different memories");
+  fdp_bucket_close(bucket);
+  fdp_context_close(context);
+  rig_array_close(&flat);
+  rig_array_close(&source);
 }
 
 static void test_transport(void) {
   const fdp_device_id pinned[] = {{FDP_DEVICE_CUDA_PINNED, 0}};
-  check_reason(NULL, gpus[1], gpus + 1, 1, FDP_OK, "local");
-  check_reason(NULL, host, pinned, 1, FDP_OK, "local");
-  check_reason("nccl", host, pinned, 1, FDP_OK, "local"); /* only GPUs choose */
+  static const char *const first = "local, since it is the first that is tried";
+  check_reason(NULL, gpus[1], gpus + 1, 1, FDP_OK, first);
+  check_reason(NULL, host, pinned, 1, FDP_OK, first);
+  check_reason("nccl", host, pinned, 1, FDP_OK, first); /* only GPUs choose */
   check_reason(NULL, gpus[0], gpus, 2, FDP_OK,
                "peer, since local: cuda:0 and cuda:1 are different memories");
   check_reason(NULL, host, gpus, 1, FDP_OK, "host, since local: cpu:0 and cuda:0 are different "
                "memories; peer: cpu:0 is no GPU; nccl: cpu:0 is no GPU");
   check_reason(NULL, gpus[0], &host, 1, FDP_OK, "host, since local: cuda:0 and cpu:0 are different "
                "memories; peer: cpu:0 is no GPU; nccl: cpu:0 is no GPU");
-  check_reason("host", gpus[0], gpus, 1, FDP_OK, "host, as FASTDP_TRANSPORT says");
-  check_reason("peer", gpus[0], gpus, 1, FDP_OK, "peer, as FASTDP_TRANSPORT says");
+  check_reason("host", gpus[0], gpus, 1, FDP_OK, "host, since FASTDP_TRANSPORT asks for it");
+  check_reason("peer", gpus[0], gpus, 1, FDP_OK, "peer, since FASTDP_TRANSPORT asks for it");
   check_reason("local", gpus[0], gpus, 2, FDP_UNSUPPORTED, "FASTDP_TRANSPORT=local does not join "
                "the devices: cuda:0 and cuda:1 are different memories");
   check_reason("nccl", gpus[0], gpus, 2, FDP_UNSUPPORTED,
@@ -104,7 +166,7 @@ static void test_transport(void) {
   fdp_context *context = open_gpus(NULL);
   fdp_party party;
   fdp_log_open(sink, NULL, FDP_LOG_DEBUG);
-  CHECK_OK(fdp_context_party(context, gpus[0], NULL, gpus, NULL, 2, &party));
+  CHECK_OK(fdp_context_party(context, NULL, gpus[0], NULL, gpus, NULL, 2, &party));
   CHECK_EQUAL(logged_level, FDP_LOG_DEBUG);
   CHECK_TEXT(logged, "transport peer, since local: cuda:0 and cuda:1 are different memories");
   CHECK_TEXT(party.transport->ops->name, "peer");
@@ -123,23 +185,25 @@ static void test_transport(void) {
 static void test_bad_peer(void) {
   static const char *const found = "cuda:0 and cuda:1 failed the check of peer copies: 4 bytes "
       "copied by cuda:0 in memory of cuda:1 are wrong from byte 2 on";
-  char text[FDP_MESSAGE_BYTES] = "", wanted[FDP_MESSAGE_BYTES];
+  char reason[FDP_MESSAGE_BYTES] = "", wanted[FDP_MESSAGE_BYTES];
+  const char *name = NULL;
   setenv("FASTDP_TEST_BAD_PEER", "1-0", 1);
   fdp_context *context = open_gpus(NULL);
   unsetenv("FASTDP_TEST_BAD_PEER");
   logged[0] = '\0';
   fdp_log_open(sink, NULL, FDP_LOG_WARNING);
-  CHECK_OK(fdp_context_transport_reason(context, gpus[0], gpus, 2, text, sizeof text));
+  CHECK_OK(fdp_context_transport(context, NULL, gpus[0], gpus, 2, &name, reason, sizeof reason));
+  CHECK_TEXT(name, "host");
   snprintf(wanted, sizeof wanted,
-           "host, since local: cuda:0 and cuda:1 are different memories; peer: %s; nccl: NCCL "
+           "local: cuda:0 and cuda:1 are different memories; peer: %s; nccl: NCCL "
            "cannot be used: FASTDP_NCCL: /none: cannot open shared object file: No such file or "
            "directory", found);
-  CHECK_TEXT(text, wanted);
+  CHECK_TEXT(reason, wanted);
   CHECK_EQUAL(logged_level, FDP_LOG_WARNING);
   CHECK_TEXT(logged, found);
   logged[0] = '\0';
-  CHECK_OK(fdp_context_transport_reason(context, gpus[1], gpus, 2, text, sizeof text));
-  CHECK_TEXT(text, "host, since local: cuda:1 and cuda:0 are different memories; peer: cuda:0 and "
+  CHECK_OK(fdp_context_transport(context, NULL, gpus[1], gpus, 2, &name, reason, sizeof reason));
+  CHECK_TEXT(reason, "local: cuda:1 and cuda:0 are different memories; peer: cuda:0 and "
              "cuda:1 failed the check of peer copies: 4 bytes copied by cuda:0 in memory of cuda:1 "
              "are wrong from byte 2 on; nccl: NCCL cannot be used: FASTDP_NCCL: /none: cannot open "
              "shared object file: No such file or directory");
@@ -156,6 +220,8 @@ void test_context(void) {
   setenv("FASTDP_NCCL", "/none", 1); /* whatever this machine has */
   test_devices();
   test_transport();
+  test_demand();
+  test_bucket_demand();
   test_bad_peer();
   unsetenv("FASTDP_NCCL");
 }

@@ -19,10 +19,11 @@ static const fdp_device_id gpus[] = {{FDP_DEVICE_CUDA, 1}, {FDP_DEVICE_CUDA, 2},
 
 static fdp_status ask(fdp_context *context, fdp_device_id home, const fdp_device_id *others,
                       int32_t other_count) {
-  char text[FDP_MESSAGE_BYTES];
-  fdp_status status =
-      fdp_context_transport_reason(context, home, others, other_count, text, sizeof text);
-  if (status == FDP_OK) CHECK_TEXT(text, "nccl, as FASTDP_TRANSPORT says");
+  char reason[FDP_MESSAGE_BYTES];
+  const char *name = NULL;
+  fdp_status status = fdp_context_transport(context, NULL, home, others, other_count, &name, reason,
+                                            sizeof reason);
+  if (status == FDP_OK) CHECK_TEXT(name, "nccl");
   return status;
 }
 

@@ -51,9 +51,10 @@ static fdp_status use(rig *ranks, int32_t verb) {
 
 /* Makes communicators for four devices too. */
 static fdp_status use_four(const rig *ranks) {
-  char text[FDP_MESSAGE_BYTES];
-  return fdp_context_transport_reason(ranks->context, ranks->ids[0], ranks->ids, 4, text,
-                                      sizeof text);
+  char reason[FDP_MESSAGE_BYTES];
+  const char *name = NULL;
+  return fdp_context_transport(ranks->context, NULL, ranks->ids[0], ranks->ids, 4, &name, reason,
+                               sizeof reason);
 }
 
 /* Every call of NCCL's fails in turn: a clear error, all communicators gone, and the next use
@@ -152,7 +153,8 @@ static int32_t count_races(const char *transport) {
   fdp_device_id ids[3];
   rig_array sources[3], target;
   fdp_stream *streams[3], *shared_streams[2];
-  char text[FDP_MESSAGE_BYTES];
+  char reason[FDP_MESSAGE_BYTES];
+  const char *name = NULL;
   setenv("FASTDP_NCCL", FAKE_NCCL_PATH, 1);
   setenv("FASTDP_TRANSPORT", transport, 1);
   CHECK_OK(fdp_context_open(&context));
@@ -168,7 +170,8 @@ static int32_t count_races(const char *transport) {
   target = rig_array_open(float32, 1, shape, RIG_ROWS, ids[1]);
   for (int32_t i = 0; i < 2; ++i) { /* all that is done once */
     shared_streams[i] = sim_stream(world);
-    CHECK_OK(fdp_context_transport_reason(context, ids[2 * i], &ids[1], 1, text, sizeof text));
+    CHECK_OK(fdp_context_transport(context, NULL, ids[2 * i], &ids[1], 1, &name, reason,
+                                   sizeof reason));
   }
   for (int32_t i = 0; i < 2; ++i) {
     CHECK_OK(fdp_broadcast(context, &sources[2 * i].view, streams[2 * i], &target.view,

@@ -116,7 +116,8 @@ static scene scene_open(scene_verb verb, const char *transport, const map *where
                         rig_layout layout, uint64_t seed) {
   scene made = {.world = sim_open(seed), .where = where};
   fdp_device_id others[MAX_RANKS];
-  char text[200];
+  char reason[200];
+  const char *name = NULL;
   setenv("FASTDP_TRANSPORT", transport, 1);
   setenv("FASTDP_NCCL", FAKE_NCCL_PATH, 1);
   CHECK_OK(fdp_context_open(&made.context));
@@ -129,8 +130,8 @@ static scene scene_open(scene_verb verb, const char *transport, const map *where
   open_bucket(&made);
   for (int32_t i = 0; i < CALLERS; ++i) caller_open(&made, &made.callers[i], verb, layout);
   for (int32_t r = 0; r < where->rank_count; ++r) others[r] = gpu(where->devices[r]);
-  CHECK_OK(fdp_context_transport_reason(made.context, gpu(0), others, where->rank_count, text,
-                                        sizeof text));
+  CHECK_OK(fdp_context_transport(made.context, NULL, gpu(0), others, where->rank_count, &name,
+                                 reason, sizeof reason));
   made.first_wait = sim_wait_count(made.world);
   return made;
 }

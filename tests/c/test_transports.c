@@ -312,7 +312,7 @@ static void test_stall(void) {
   fdp_log_open(sink, NULL, FDP_LOG_WARNING);
   stalls = true;
   for (int32_t i = 0; i < 2; ++i) {
-    CHECK_OK(fdp_context_party(context, ids[0], NULL, ids, NULL, 2, &party));
+    CHECK_OK(fdp_context_party(context, NULL, ids[0], NULL, ids, NULL, 2, &party));
     CHECK_TEXT(party.transport->ops->name, "host");
     CHECK_EQUAL(warning_count, 1);
     CHECK_TEXT(warning, "cuda:0 and cuda:1 failed the check of peer copies: not done within 20000 "

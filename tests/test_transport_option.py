@@ -1,0 +1,94 @@
+"""The transport that a bucket demands, and what is said about the choice."""
+
+import pytest
+import torch
+
+from fastdp import _C
+from fastdp.buckets import Bucket, find_transport
+from fastdp.streams import Communication
+
+HOST = torch.device("cpu")
+CPU, CUDA = 1, 2  # DLPack's numbers
+
+
+def bucket(transport):
+    tensors = [torch.arange(5.0), torch.arange(7.0).reshape(7, 1)]
+    devices = [HOST, HOST]
+    return Bucket(
+        tensors, (0, 1), (True, True), devices, Communication(devices), "zero", None, transport
+    )
+
+
+@pytest.mark.parametrize("transport", [None, "auto", "local", "host"])
+def test_any_means_that_joins_gives_the_same(transport):
+    made = bucket(transport)
+    tensors = [torch.arange(5.0), torch.arange(7.0).reshape(7, 1)]
+    copies = made.copies(tensors, True, made.take(True))
+    assert all(torch.equal(a, b) for a, b in zip(copies, tensors * 2))
+    sums = made.sums([*copies[:2], *copies[2:]], made.take_for_sums())
+    assert all(torch.equal(a, 2 * b) for a, b in zip(sums, tensors))
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+def test_an_impossible_choice_says_what_is_missing(transport):
+    made = bucket(transport)
+    words = f"transport={transport} does not join the devices: cpu:0 is no GPU"
+    with pytest.raises(NotImplementedError) as broadcast:
+        made.copies([torch.zeros(5), torch.zeros(7, 1)], True, made.take(True))
+    assert str(broadcast.value) == words
+    with pytest.raises(NotImplementedError) as reduce:
+        made.sums([torch.zeros(5), torch.zeros(7, 1)] * 2, made.take_for_sums())
+    assert str(reduce.value) == words
+    with pytest.raises(NotImplementedError) as reason:
+        find_transport([HOST, HOST], transport)
+    assert str(reason.value) == words
+
+
+def test_the_reason_of_a_choice():
+    first = ("local", "it is the first that is tried")
+    assert find_transport([HOST, HOST], None) == first
+    assert find_transport([HOST, HOST, HOST], "auto") == first
+    assert find_transport([HOST, HOST], "host") == ("host", "transport asks for it")
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (
+            lambda: bucket("pigeon"),
+            ValueError,
+            'transport is "pigeon": must be one of auto|local|peer|nccl|host',
+        ),
+        (lambda: bucket(3), TypeError, "transport: expected None or a str, got int"),
+        (lambda: bucket("\ud800"), UnicodeEncodeError, "surrogates not allowed"),
+        (lambda: find_transport([HOST, HOST], ""), ValueError, 'transport is "": must be one of'),
+        (lambda: find_transport([HOST, HOST], 3), TypeError, "wanted: expected None or a str"),
+        (lambda: _C.transport(((CPU, 0),) * 2), TypeError, "transport() takes 2 positional"),
+        (
+            lambda: _C.transport(((CPU, 0),), None),
+            TypeError,
+            "devices: expected a tuple of 2 to 65 devices, got ((1, 0),)",
+        ),
+        (lambda: _C.transport(((CPU, 0),) * 66, None), TypeError, "a tuple of 2 to 65 devices"),
+        (
+            lambda: _C.transport(((CPU, 0), 0), None),
+            TypeError,
+            "devices[1]: expected a tuple of two integers, got 0",
+        ),
+        (lambda: _C.transport(((CPU, 0), (CPU,)), None), TypeError, "devices: two integers each"),
+        (
+            lambda: _C.transport(((CPU, 0), (CPU, 3)), None),
+            ValueError,
+            "device cpu:3: the host has ordinal 0 only",
+        ),
+        (
+            lambda: _C.transport(((7, 0), (CPU, 0)), None),
+            NotImplementedError,
+            "only the host and CUDA devices are supported",
+        ),
+    ],
+)
+def test_refusals(call, error, words):
+    with pytest.raises(error) as raised:
+        call()
+    assert words in str(raised.value)
