@@ -28,7 +28,7 @@ def no_cuda_reason():
 
 def pytest_configure(config):
     for line in (
-        "row(name): the behaviour a test holds fastdp to, as 'section: kind'",
+        "row(*ids, why=None): the rows of tests/rows.py that a test covers, and what of them",
         "seam: tests of the border between Python and the core; also run under the sanitizers",
         "slow: takes more than a few seconds",
     ):

@@ -9,7 +9,7 @@ from nets import CLOSE, Apply, Net, close, grads, ints, linear, ranked, same
 row = pytest.mark.row
 
 
-@row("I: persistent workers, replica 0 on the caller's thread")
+@row("J1", why="persistent workers, replica 0 on the caller's thread")
 def test_replicas_keep_their_threads(fast):
     seen = []
     module = Apply(lambda s, x: seen.append((int(x[0, 0]), threading.get_ident())) or s.lin(x))
@@ -21,7 +21,7 @@ def test_replicas_keep_their_threads(fast):
     assert threads[0] == threading.get_ident()
 
 
-@row("I: replicas run at once; L 4: replicas may wait for each other inside forward")
+@row("J2", "L4", why="replicas run at once")
 @pytest.mark.parametrize("n", [2, 4, 7])
 def test_replicas_can_wait_for_each_other(impl, n):
     barrier = threading.Barrier(n, timeout=20)
@@ -30,7 +30,7 @@ def test_replicas_can_wait_for_each_other(impl, n):
         same(dp(ints(2 * n, 3)), linear()(ints(2 * n, 3)))
 
 
-@row("I: thread-unsafe user code; concurrent calls from two threads")
+@row("I7", why="concurrent calls from two threads")
 def test_concurrent_calls_on_one_wrapper(impl):
     module, plain = Net(), Net()
     dp = impl.wrap(module, 2)
@@ -61,7 +61,7 @@ def test_concurrent_calls_on_one_wrapper(impl):
     same(grads(module), grads(plain))
 
 
-@row("I: two wrappers at once, one module")
+@row("H4", why="two wrappers at once, one module")
 def test_two_wrappers_in_two_threads(impl):
     module, plain = Net(), Net()
     errors = []
@@ -81,7 +81,7 @@ def test_two_wrappers_in_two_threads(impl):
     assert not errors
 
 
-@row("I: a call inside a call, and inside a backward")
+@row("I7", why="a call inside a call, and inside a backward")
 def test_calls_inside_calls(impl):
     inner_module, plain = Net(seed=3), Net(seed=3)
     inner = impl.wrap(inner_module, 2)
@@ -105,7 +105,7 @@ def test_calls_inside_calls(impl):
     same(seen[0], linear()(ints(4, 3)) + plain(ints(4, 3)))
 
 
-@row("I: a wrapper that calls itself in forward")
+@row("I7", why="a wrapper that calls itself in forward")
 def test_a_wrapper_called_by_its_own_replica(impl):
     def forward(self, x, deep=0):
         if deep:
@@ -121,7 +121,7 @@ def test_a_wrapper_called_by_its_own_replica(impl):
     same(module.lin.weight.grad, 2 * ints(8, 3).sum(0).expand(2, 3))
 
 
-@row("I: backward from another thread")
+@row("I7", why="backward from another thread")
 def test_backward_in_another_thread(impl):
     module, plain = Net(), Net()
     loss = impl.wrap(module, 2)(ints(4, 3)).sum()
@@ -132,7 +132,7 @@ def test_backward_in_another_thread(impl):
     same(grads(module), grads(plain))
 
 
-@row("I: long-lived use from many short threads")
+@row("I7", why="long-lived use from many short threads")
 def test_calls_from_many_short_threads(impl):
     dp = impl.wrap(Net(), 2)
     results = []

@@ -12,7 +12,7 @@ from torch import nn
 row = pytest.mark.row
 
 
-@row("E: torch.compile")
+@row("E8")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:Dynamo does not know")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -54,7 +54,7 @@ class Counting(nn.Module):
         return self.lin(x)
 
 
-@row("E: torch.compile; PITFALLS: forward and _compiled_call_impl are bound to the base")
+@row("E8", why="forward and _compiled_call_impl are bound to the base")
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["DP(compile(m))", "m.compile()", "inner"])
 def test_compiled_modules_run_on_their_replica(fast, order):
@@ -89,7 +89,7 @@ def scripted(module):
         return torch.jit.script(module)
 
 
-@row("E: ScriptModule")
+@row("E9")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["pure", "child", "lstm"])
@@ -112,7 +112,7 @@ def test_scripted_modules(impl, kind):
         close(dp(x), plain(x))
 
 
-@row("E: ScriptModule; PITFALLS: fx GraphModules")
+@row("E9", why="fx GraphModules")
 def test_traced_graph_module(impl):
     module, plain = torch.fx.symbolic_trace(Net()), Net()
     dp = impl.wrap(module, 2)
@@ -123,7 +123,7 @@ def test_traced_graph_module(impl):
     same(grads(module), grads(plain))
 
 
-@row("E: export / trace of the wrapper")
+@row("E10")
 def test_script_of_the_wrapper_is_refused_as_by_torch(fast):
     """A wrapper's forward takes *args: TorchScript refuses both alike."""
     with pytest.raises(Exception) as torchs:
@@ -132,7 +132,7 @@ def test_script_of_the_wrapper_is_refused_as_by_torch(fast):
         torch.jit.script(fast.wrap(linear(), 2))
 
 
-@row("E: export / trace of the wrapper")
+@row("E10")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_onnx_export_refuses_the_wrapper(fast):

@@ -25,7 +25,7 @@ class Unused(nn.Module):
         return self.used(x)
 
 
-@row("D: unused parameters")
+@row("D1")
 @pytest.mark.parametrize("n", [2, 3])
 def test_unused_parameters_get_zeros(impl, n):
     module = Unused()
@@ -35,7 +35,7 @@ def test_unused_parameters_get_zeros(impl, n):
     same(module.idle.bias.grad, torch.zeros(2).double())
 
 
-@row("D: unused parameters")
+@row("D1")
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
 @pytest.mark.parametrize("unused_grad", ["zero", "none"])
 def test_unused_grad_option(fast, unused_grad, bucket_bytes):
@@ -50,7 +50,7 @@ def test_unused_grad_option(fast, unused_grad, bucket_bytes):
         same(module.idle.weight.grad, torch.zeros(2, 3).double())
 
 
-@row("D: unused parameters")
+@row("D1")
 @pytest.mark.parametrize("unused_grad", ["zero", "none"])
 def test_parameter_used_by_one_replica_only(fast, unused_grad):
     module = Apply(lambda s, x: s.lin(x) if x[0, 0] > 0 else x[:, :2] * 1)
@@ -60,13 +60,13 @@ def test_parameter_used_by_one_replica_only(fast, unused_grad):
     same(module.lin.weight.grad, x[:1].expand(2, 3))
 
 
-@row("D: unused parameters")
+@row("D1")
 def test_unused_grad_value_is_checked(fast):
     with pytest.raises(ValueError, match="unused_grad.*zeros"):
         fast.wrap(linear(), 2, unused_grad="zeros")
 
 
-@row("D: frozen / toggled requires_grad")
+@row("D2")
 def test_frozen_and_thawed(impl):
     flags = []
     module = Net()
@@ -89,7 +89,7 @@ def test_frozen_and_thawed(impl):
             same(module.first.weight.grad, plain.first.weight.grad)
 
 
-@row("D: frozen / toggled requires_grad")
+@row("D2")
 def test_all_frozen_with_gradient_to_the_input(impl):
     module = linear().requires_grad_(False)
     dp = impl.wrap(module, 2)
@@ -103,7 +103,7 @@ def test_all_frozen_with_gradient_to_the_input(impl):
 # Derivatives of derivatives, and of parts.
 
 
-@row("D: gradient penalty, double backward")
+@row("D3")
 @pytest.mark.parametrize("batch, n", [(4, 2), (5, 3), (1, 2)])
 def test_gradient_penalty(impl, batch, n):
     def run(module, parameters):
@@ -119,7 +119,7 @@ def test_gradient_penalty(impl, batch, n):
         same(got[1][name], want[1][name])
 
 
-@row("D: gradient penalty, double backward")
+@row("D3")
 def test_second_derivative_in_the_parameters(impl):
     def run(module, parameters):
         gradients = torch.autograd.grad(
@@ -135,7 +135,7 @@ def test_second_derivative_in_the_parameters(impl):
     same(got, want)
 
 
-@row("D: gradient penalty, double backward")
+@row("D3")
 def test_gradgradcheck(impl):
     dp = impl.wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double(), 2)
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
@@ -143,7 +143,7 @@ def test_gradgradcheck(impl):
     assert torch.autograd.gradgradcheck(lambda x, *_: dp(x), (x, *dp.parameters()))
 
 
-@row("D: autograd.grad w.r.t. base parameters")
+@row("D4")
 def test_autograd_grad_leaves_the_base_alone(impl):
     module, plain = Unused(), Unused()
     x = ints(4, 3)
@@ -153,7 +153,7 @@ def test_autograd_grad_leaves_the_base_alone(impl):
     assert all(g is None for g in grads(module).values())
 
 
-@row("D: autograd.grad w.r.t. base parameters")
+@row("D4")
 def test_autograd_grad_of_an_unused_parameter(impl):
     module = Unused()
     (got,) = torch.autograd.grad(
@@ -162,7 +162,7 @@ def test_autograd_grad_of_an_unused_parameter(impl):
     assert got is None or not got.any()
 
 
-@row("D: autograd.grad w.r.t. base parameters")
+@row("D4")
 def test_autograd_grad_inside_forward(impl):
     """A derivative in the input taken inside forward, differentiable to the weights."""
 
@@ -177,7 +177,7 @@ def test_autograd_grad_inside_forward(impl):
     same(module.lin.weight.grad, plain.lin.weight.grad)
 
 
-@row("mutant: backward with inputs=, which visits only a part of the graph")
+@row("D4", why="mutant: backward with inputs=, which visits only a part of the graph")
 def test_backward_with_inputs(impl):
     module, plain = Net(), Net()
     impl.wrap(module, 2)(ints(4, 3)).sum().backward(inputs=[module.first.weight])
@@ -185,7 +185,7 @@ def test_backward_with_inputs(impl):
     same(grads(module), grads(plain))
 
 
-@row("D: backward / zero_grad inside forward")
+@row("D5")
 def test_zero_grad_inside_forward_warns(impl):
     module = Apply(lambda s, x: s.zero_grad() or s.lin(x))
     dp = impl.wrap(module, 2)
@@ -199,7 +199,7 @@ def test_zero_grad_inside_forward_warns(impl):
 # Sparse, layouts, odd values.
 
 
-@row("D: sparse embedding gradients")
+@row("D13")
 def test_sparse_embedding(impl):
     module = exact(nn.Embedding(10, 3, sparse=True))
     x = torch.tensor([[1, 2], [2, 9], [1, 1], [0, 2]])
@@ -211,7 +211,7 @@ def test_sparse_embedding(impl):
     assert module.weight.grad.coalesce().indices().cpu().tolist() == [[0, 1, 2, 9]]
 
 
-@row("D: sparse embedding gradients")
+@row("D13")
 def test_sparse_and_dense_uses_mixed(impl):
     def forward(self, x):
         if x[0, 0] == 0:
@@ -235,7 +235,7 @@ def strides(tensor):
     return [s for s, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1]
 
 
-@row("D: gradient layout")
+@row("D15")
 def test_gradients_keep_their_parameters_strides(impl):
     module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 2, 1)).double()
     module.to(memory_format=torch.channels_last)
@@ -246,7 +246,7 @@ def test_gradients_keep_their_parameters_strides(impl):
             assert strides(parameter.grad) == strides(parameter)
 
 
-@row("D: gradient layout")
+@row("D15")
 def test_transposed_and_padded_parameters(impl):
     module = linear()
     module.weight = nn.Parameter(ints(3, 2).t())
@@ -258,7 +258,7 @@ def test_transposed_and_padded_parameters(impl):
     same(grads(module), grads(plain))
 
 
-@row("D: activation checkpointing")
+@row("D16")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("place", ["inside", "outside", "both"])
@@ -287,7 +287,7 @@ def test_checkpointing(impl, reentrant, place):
     same(grads(module.net), grads(plain))
 
 
-@row("D: inf/nan gradients, zero_grad style; L: inf/nan gradients")
+@row("D17")
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_inf_and_nan_pass_unchanged(impl, value):
     module, plain = linear(), linear()
@@ -306,7 +306,7 @@ def test_inf_and_nan_pass_unchanged(impl, value):
         plain.zero_grad()
 
 
-@row("D: gradients of buffers; K: buffers_requiring_grad")
+@row("K1")
 def test_buffer_that_requires_grad(impl):
     module = Apply(lambda s, x: s.lin(x) * s.scale)
     # Made at home: `to` moves a buffer under autograd, so what it gives is no leaf.
@@ -317,7 +317,7 @@ def test_buffer_that_requires_grad(impl):
     close(module.lin.bias.grad, torch.tensor([8.0, 12.0]).double())
 
 
-@row("D: gradients of buffers; K: buffers_requiring_grad")
+@row("K1")
 @pytest.mark.parametrize("frozen", [True, False])
 def test_buffers_that_require_grad_alone(impl, frozen):
     """No parameter shares their bucket: none is there, or none of their dtype."""

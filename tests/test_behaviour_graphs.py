@@ -15,7 +15,7 @@ row = pytest.mark.row
 # Several graphs alive.
 
 
-@row("D: several forwards, one backward")
+@row("D6")
 def test_two_forwards_one_backward(impl):
     module, plain = Net(), Net()
     dp = impl.wrap(module, 2)
@@ -25,7 +25,7 @@ def test_two_forwards_one_backward(impl):
     same(grads(module), grads(plain))
 
 
-@row("D: forward many, backward out of order, retain_graph")
+@row("D7")
 def test_backward_in_any_order(impl):
     module, plain = Net(), Net()
     dp = impl.wrap(module, 2)
@@ -40,7 +40,7 @@ def test_backward_in_any_order(impl):
     same(grads(module), grads(plain))
 
 
-@row("D: forward many, backward out of order, retain_graph")
+@row("D7")
 def test_second_backward_without_retain_graph_raises(impl):
     out = impl.wrap(Net(), 2)(ints(4, 3)).sum()
     out.backward()
@@ -48,7 +48,7 @@ def test_second_backward_without_retain_graph_raises(impl):
         out.backward()
 
 
-@row("D: several forwards, one backward")
+@row("D6")
 def test_backward_after_an_optimizer_step(impl):
     """Right by the weights of its forward, or refused; replica 0 reads the base in place."""
     module = Net()
@@ -61,7 +61,7 @@ def test_backward_after_an_optimizer_step(impl):
         older.sum().backward()
 
 
-@row("D: several forwards, one backward")
+@row("D6")
 def test_older_graph_is_right_after_a_data_edit_of_other_replicas(impl):
     """A graph through the copies keeps its own weights, whatever the next forward copies."""
     seen = []
@@ -85,7 +85,7 @@ def test_older_graph_is_right_after_a_data_edit_of_other_replicas(impl):
     same(gradient, 2 * y.T @ x[1:].to(weight.device))
 
 
-@row("D: gradient accumulation")
+@row("D8")
 def test_accumulation_sums_exactly(impl):
     module, plain = Net(), Net()
     dp = impl.wrap(module, 3)
@@ -95,7 +95,7 @@ def test_accumulation_sums_exactly(impl):
     same(grads(module), grads(plain))
 
 
-@row("D: gradient accumulation; mutant: a reduced bucket reused while a .grad points into it")
+@row("D8", why="mutant: a reduced bucket reused while a .grad points into it")
 def test_gradients_taken_away_keep_their_values(impl):
     module = Net()
     dp = impl.wrap(module, 2)
@@ -113,7 +113,7 @@ def test_gradients_taken_away_keep_their_values(impl):
 # Edits of the base between calls.
 
 
-@row("D: p.data / in-place writes (EMA, clipping, SWA, load_state_dict)")
+@row("D9")
 @pytest.mark.parametrize("inference", [False, True])
 def test_every_write_is_seen(impl, inference):
     module = linear()
@@ -143,7 +143,7 @@ def test_every_write_is_seen(impl, inference):
         check()
 
 
-@row("D: parameter or module replaced between calls")
+@row("D10")
 def test_replacements_are_seen(impl):
     module = Net()
     dp = impl.wrap(module, 2)
@@ -175,7 +175,7 @@ def test_replacements_are_seen(impl):
     check()
 
 
-@row("D: parameter or module replaced between calls")
+@row("D10")
 def test_dtype_changed_between_calls(impl):
     module = linear()
     dp = impl.wrap(module, 2)
@@ -198,7 +198,7 @@ class Tied(nn.Module):
         return self.b(self.a(x))
 
 
-@row("D: weight tying; L: weight tying")
+@row("D11")
 def test_tied_weights_stay_tied_in_a_replica(impl):
     module, plain = Tied(), Tied()
     calls = []
@@ -210,7 +210,7 @@ def test_tied_weights_stay_tied_in_a_replica(impl):
     assert calls == [1]
 
 
-@row("D: optimizer made before wrapping")
+@row("D12")
 def test_wrapping_and_running_keep_identity_storage_and_strides(impl):
     module = nn.Conv2d(2, 3, 3).double().to(memory_format=torch.channels_last).to(impl.home)
     before = [(id(p), p.data_ptr(), p.stride()) for p in module.parameters()]
@@ -223,7 +223,7 @@ def test_wrapping_and_running_keep_identity_storage_and_strides(impl):
 # Weights put in from outside.
 
 
-@row("A: functional_call / weight swapping")
+@row("A26")
 def test_functional_call_through_a_parent(impl):
     module = Net()
     parent = nn.Sequential(impl.wrap(module, 2))
@@ -239,7 +239,7 @@ def test_functional_call_through_a_parent(impl):
     same(parent(x), Net()(x))
 
 
-@row("A: functional_call / weight swapping")
+@row("A26")
 def test_functional_call_with_non_leaf_weights(impl):
     module = linear()
     parent = nn.Sequential(impl.wrap(module, 2))
@@ -249,20 +249,20 @@ def test_functional_call_with_non_leaf_weights(impl):
     same(leaf.grad, 2 * x.sum(0).expand(2, 3))
 
 
-@row("A: functional_call / weight swapping")
+@row("A26")
 def test_functional_call_on_the_wrapper_is_refused_as_by_torch(fast):
     dp = fast.wrap(linear(), 2)
     with pytest.raises(RuntimeError, match="DataParallel"):
         functional_call(dp, {"module.weight": torch.ones(2, 3)}, (ints(4, 3),))
 
 
-@row("A: lazy modules")
+@row("A24")
 def test_lazy_modules_are_refused(impl):
     with pytest.raises((RuntimeError, ValueError), match="uninitialized parameter"):
         impl.wrap(nn.LazyLinear(2), 2)(torch.ones(4, 3))
 
 
-@row("A: lazy modules")
+@row("A24")
 def test_lazy_modules_work_once_initialised(impl):
     lazy = nn.LazyLinear(2)
     dp = impl.wrap(lazy, 2)

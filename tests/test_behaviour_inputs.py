@@ -36,7 +36,7 @@ def sizes_of(impl, n, *args):
     return sorted((args[0].size(0) for args, _ in calls_of(impl, n, *args)), reverse=True)
 
 
-@row("B: unlucky batch size; B = 1, tiny chunk")
+@row("B2", "B6")
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 7, 8, 36])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
 def test_chunk_sizes_are_those_of_chunk(impl, batch, n):
@@ -44,7 +44,7 @@ def test_chunk_sizes_are_those_of_chunk(impl, batch, n):
     assert sizes_of(impl, n, torch.zeros(batch, 2)) == want
 
 
-@row("B: unlucky batch size; B = 1, tiny chunk")
+@row("B2", "B6")
 @pytest.mark.parametrize("batch, n", [(1, 2), (5, 4), (7, 3), (3, 8)])
 def test_small_batches_train(impl, batch, n):
     module, plain = Net(), Net()
@@ -55,14 +55,14 @@ def test_small_batches_train(impl, batch, n):
     same(grads(module), grads(plain))
 
 
-@row("B: B = 1, tiny chunk")
+@row("B6")
 def test_squeeze_of_a_one_sample_chunk(impl):
     """B=3 on two: chunks of 2 and 1; squeeze() drops the batch of the second, gather refuses."""
     with pytest.raises(RuntimeError):
         impl.wrap(Apply(lambda s, x: s.lin(x).squeeze()), 2)(ints(3, 3))
 
 
-@row("B: B < n with a non-tensor argument")
+@row("B1")
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_constants_do_not_raise_the_number_of_replicas(fast, batch):
     """Tensors alone decide; a flag by keyword used to call surplus replicas without the tensor."""
@@ -76,25 +76,25 @@ def test_constants_do_not_raise_the_number_of_replicas(fast, batch):
     same(dp(flag=True, size={"a": (1, "b")}, x=x), want)
 
 
-@row("B: B < n with a non-tensor argument")
+@row("B1")
 def test_positional_constants_beside_a_short_tensor(impl):
     calls = calls_of(impl, 4, ints(2, 3), 7, "s", None)
     assert [args[1:] for args, _ in calls] == [(7, "s", None)] * 2
 
 
-@row("B: B < n with a non-tensor argument")
+@row("B1")
 def test_short_tensor_by_keyword_with_positional_constant(fast):
     calls = calls_of(fast, 4, 7, x=ints(2, 3))
     assert [args for args, _ in calls] == [(7,)] * 2
 
 
-@row("B: 0-dim tensor argument")
+@row("B3")
 def test_zero_dim_tensor_is_refused(impl):
     with pytest.raises(RuntimeError, match="chunk expects at least a 1-dimensional tensor"):
         impl.wrap(Apply(lambda s, x, k: s.lin(x)), 2)(ints(4, 3), k=torch.tensor(3))
 
 
-@row("B: kwargs only")
+@row("B4")
 @pytest.mark.parametrize("extra", [{}, {"e": []}, {"e": {}}, {"e": ()}, {"e": None}])
 def test_kwargs_only(impl, extra):
     seen = []
@@ -104,7 +104,7 @@ def test_kwargs_only(impl, extra):
     assert all(type(e) is type(extra.get("e", 0)) for e in seen)
 
 
-@row("B: no inputs / no tensors")
+@row("B5")
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_no_arguments_run_once(impl, n):
     module = Recorder()
@@ -112,7 +112,7 @@ def test_no_arguments_run_once(impl, n):
     assert module.calls == [((), {})]
 
 
-@row("B: no inputs / no tensors; L 6: constants only")
+@row("B5", "L6")
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("args, kwargs", [((3,), {}), ((), {"k": "s"}), ((None, [1]), {"k": 2.5})])
 def test_constants_only_run_on_every_replica(impl, n, args, kwargs):
@@ -124,7 +124,7 @@ def test_constants_only_run_on_every_replica(impl, n, args, kwargs):
     assert module.lin.bias.grad.tolist() == [n, n]
 
 
-@row("B: no inputs / no tensors; L 6: numbers anywhere among the arguments add no replicas")
+@row("B5", "L6")
 def test_none_and_numbers_beside_kwargs(impl):
     """Counts that agree: torch itself handles these."""
     calls = calls_of(impl, 2, ints(4, 3), None, 3, k=None, j=1.5)
@@ -133,7 +133,7 @@ def test_none_and_numbers_beside_kwargs(impl):
         assert args[1:] == (None, 3) and kwargs == {"k": None, "j": 1.5}
 
 
-@row("B: zero-size batch")
+@row("B7")
 @pytest.mark.parametrize("n", [1, 2])
 def test_zero_size_batch(impl, n):
     module = Net()
@@ -143,7 +143,7 @@ def test_zero_size_batch(impl, n):
     same(grads(module), {k: torch.zeros_like(p) for k, p in Net().named_parameters()})
 
 
-@row("B: zero-size batch")
+@row("B7")
 def test_zero_size_batch_runs_once(fast):
     assert sizes_of(fast, 3, ints(0, 3)) == [0]
 
@@ -151,7 +151,7 @@ def test_zero_size_batch_runs_once(fast):
 # Containers.
 
 
-@row("B: list / tuple argument recursed")
+@row("B8")
 def test_lists_are_recursed_and_the_shortest_decides(impl):
     """rand(4) gives four chunks, rand(2) two: two replicas, and chunks three and four are lost."""
     calls = calls_of(impl, 4, [ints(4, 2), ints(2, 2, seed=2)])
@@ -164,14 +164,14 @@ def test_lists_are_recursed_and_the_shortest_decides(impl):
         )
 
 
-@row("B: list of strings/objects not split")
+@row("B9")
 def test_list_of_strings_goes_whole_to_every_replica(impl):
     names = ["a", "b", "c", "d"]
     calls = calls_of(impl, 2, ints(4, 3), names)
     assert [args[1] for args, _ in calls] == [names, names]
 
 
-@row("B: list of per-image dicts/sizes")
+@row("B10")
 def test_list_of_images_is_cut_through_the_images(impl):
     calls = calls_of(impl, 2, [ints(3, 8, 8)] * 4)
     assert sorted([tuple(t.shape) for t in args[0]] for args, _ in calls) == [
@@ -184,7 +184,7 @@ class Mine(dict):
     pass
 
 
-@row("B: dict-like inputs")
+@row("B11")
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict, Mine])
 def test_dicts_keep_their_type_and_order(impl, kind):
     calls = calls_of(impl, 2, kind([("z", ints(4, 3)), ("a", 1)]))
@@ -194,26 +194,26 @@ def test_dicts_keep_their_type_and_order(impl, kind):
         assert args[0]["z"].shape == (2, 3) and args[0]["a"] == 1
 
 
-@row("B: dict-like inputs")
+@row("B11")
 def test_named_tuples_keep_their_type(impl):
     for args, _ in calls_of(impl, 2, Pair(ints(4, 3), (ints(4, 3), [1]))):
         assert type(args[0]) is Pair and args[0].a.shape == (2, 3)
         assert type(args[0].b) is tuple and args[0].b[0].shape == (2, 3) and args[0].b[1] == [1]
 
 
-@row("B: dict-like inputs")
+@row("B11")
 def test_user_dict_is_shared_unsplit(impl):
     box = collections.UserDict(x=ints(4, 3))
     assert all(args[0] is box for args, _ in calls_of(impl, 2, box))
 
 
-@row("B: dict-like inputs")
+@row("B11")
 def test_default_dict_cannot_be_rebuilt(impl):
     with pytest.raises(TypeError):
         impl.wrap(Recorder(), 2)(collections.defaultdict(list, {"x": ints(4, 3)}))
 
 
-@row("B: dict-like inputs; L 8: the caller's own is never changed")
+@row("B11", "L8")
 @pytest.mark.parametrize("n", [1, 2])
 def test_containers_are_rebuilt_for_each_replica(impl, n):
     def forward(self, box, items):
@@ -226,7 +226,7 @@ def test_containers_are_rebuilt_for_each_replica(impl, n):
     assert list(box) == ["x"] and len(items) == 1
 
 
-@row("B: list / tuple argument recursed")
+@row("B8")
 def test_empty_containers_and_nested_ones(impl):
     for args, kwargs in calls_of(impl, 2, ints(4, 3), [], (), {}, [[], ({}, ints(4, 1))]):
         assert args[1:4] == ([], (), {}) and kwargs == {}
@@ -234,27 +234,27 @@ def test_empty_containers_and_nested_ones(impl):
         assert type(args[4][1]) is tuple
 
 
-@row("B: mutable custom object")
+@row("B12")
 def test_objects_are_shared_by_identity(impl):
     thing = object()
     for args, kwargs in calls_of(impl, 3, ints(6, 3), thing, k=[thing]):
         assert args[1] is thing and kwargs["k"][0] is thing
 
 
-@row("B: NumPy arrays are constants")
+@row("B12", why="NumPy arrays are constants")
 def test_numpy_arrays_are_constants(impl):
     numpy = pytest.importorskip("numpy")
     array = numpy.zeros(4)
     assert all(args[1] is array for args, _ in calls_of(impl, 2, ints(4, 3), array))
 
 
-@row("B: non-batch tensors get split")
+@row("B14")
 def test_unequal_tensors_are_split_each_by_its_own_length(impl):
     for args, _ in calls_of(impl, 2, ints(4, 3), ints(100, 8)):
         assert args[0].shape == (2, 3) and args[1].shape == (50, 8)
 
 
-@row("B: dim != 0")
+@row("B15")
 @pytest.mark.parametrize("dim", [1, 2, -1, -2])
 def test_other_dim(impl, dim):
     module = Apply(lambda s, x: x * 2)
@@ -265,13 +265,13 @@ def test_other_dim(impl, dim):
     same(x.grad, 2 * ints(5, 4, 3, seed=3))
 
 
-@row("B: dim != 0")
+@row("B15")
 def test_scalar_outputs_with_other_dim_are_refused(impl):
     with pytest.raises((IndexError, RuntimeError)):
         impl.wrap(Apply(lambda s, x: x.sum()), 2, dim=1)(ints(4, 4))
 
 
-@row("B: PackedSequence")
+@row("B16")
 def test_packed_sequence_is_refused(fast):
     packed = nn.utils.rnn.pack_sequence([ints(5, 3), ints(3, 3)])
     module = nn.LSTM(3, 2).double()
@@ -281,7 +281,7 @@ def test_packed_sequence_is_refused(fast):
         fast.wrap(Recorder(), 2)(ints(2, 3), k=[packed])
 
 
-@row("B: padded length differs per chunk")
+@row("B17")
 def test_padded_lengths_that_differ_are_refused(impl):
     def forward(self, x, lengths):
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True)
@@ -304,7 +304,7 @@ LAYOUTS = {
 }
 
 
-@row("B: input on CPU or another GPU")
+@row("B19")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_input_layouts(impl, layout):
     x = LAYOUTS[layout]()
@@ -313,7 +313,7 @@ def test_input_layouts(impl, layout):
     same(x, before)
 
 
-@row("B: input on CPU or another GPU")
+@row("B19")
 def test_conjugated_and_negated_inputs(fast):
     """torch's own refuses the first: it views complex numbers as real."""
     x = torch.complex(ints(4, 3), ints(4, 3, seed=2))
@@ -322,7 +322,7 @@ def test_conjugated_and_negated_inputs(fast):
     same(fast.wrap(module, 2)(x.conj().imag), x.imag.neg() * 2)
 
 
-@row("B: input on CPU or another GPU")
+@row("B19")
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 )
@@ -331,7 +331,7 @@ def test_input_dtypes(impl, dtype):
     same(impl.wrap(Apply(lambda s, x: x.clone()), 2)(x), x)
 
 
-@row("B: a forward that writes into its input; mutant: scatter that returns views")
+@row("B19", why="a forward that writes into its input; mutant: scatter that returns views")
 @pytest.mark.parametrize("n", [2, 3])
 def test_input_written_in_forward_leaves_the_callers_tensor(impl, n):
     x = ints(6, 3)
@@ -340,7 +340,7 @@ def test_input_written_in_forward_leaves_the_callers_tensor(impl, n):
     same(x, ints(6, 3))
 
 
-@row("B: a forward that writes into its input; mutant: scatter that returns views")
+@row("B19", why="a forward that writes into its input; mutant: scatter that returns views")
 def test_input_written_by_the_caller_before_backward(impl):
     """Chunks saved for backward are copies: as with a host input of nn.DataParallel."""
     module = linear()
@@ -351,7 +351,7 @@ def test_input_written_by_the_caller_before_backward(impl):
     same(module.weight.grad, ints(4, 3).sum(0).expand(2, 3))
 
 
-@row("B: gradient to the input")
+@row("B20")
 @pytest.mark.parametrize("batch, n", [(4, 2), (5, 3), (1, 2)])
 def test_gradient_to_the_input(impl, batch, n):
     x, y = ints(batch, 3, grad=True), ints(batch, 3, grad=True)
@@ -360,7 +360,7 @@ def test_gradient_to_the_input(impl, batch, n):
     same(x.grad, y.grad)
 
 
-@row("B: gradient to the input")
+@row("B20")
 def test_gradient_to_nested_inputs(impl):
     a, b = ints(4, 3, grad=True), ints(4, 3, seed=2, grad=True)
     module = Apply(lambda s, box, k: s.lin(box["a"][0] * k))
@@ -370,7 +370,7 @@ def test_gradient_to_nested_inputs(impl):
     same(b.grad, a.detach() * row_sums)
 
 
-@row("B: gradient to the input")
+@row("B20")
 def test_second_derivative_to_the_input(impl):
     def penalty(module, x):
         (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)

@@ -36,7 +36,7 @@ def dies(refs, seconds=2.0):
     return True
 
 
-@row("G: leaks, reference cycles; K: no_refcycles")
+@row("G3", "K10")
 @pytest.mark.parametrize("kind", ["forward", "backward", "penalty", "no_grad"])
 def test_a_step_leaves_no_cycle(impl, kind):
     dp = impl.wrap(Apply(lambda s, x: {"y": [s.lin(x) ** 2, (x,)]}), 2)
@@ -57,7 +57,7 @@ def test_a_step_leaves_no_cycle(impl, kind):
     assert gc.collect() == 0
 
 
-@row("G: leaks, reference cycles")
+@row("G3")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_leaves_no_cycle(fast, rank):
     """torch's own does: ExceptionWrapper.reraise holds its frame."""
@@ -93,7 +93,7 @@ def copies_of(impl, forward, n=2):
     return impl.wrap(Apply(wrapped), n), refs
 
 
-@row("G: leaks, reference cycles")
+@row("G3")
 def test_copies_are_freed_by_backward(impl):
     dp, refs = copies_of(impl, lambda s, x: s.lin(x) ** 2)
     x = ints(4, 3, grad=True)
@@ -103,7 +103,7 @@ def test_copies_are_freed_by_backward(impl):
     assert loss.item() == (linear()(ints(4, 3)) ** 2).sum().item()
 
 
-@row("G: leaks, reference cycles")
+@row("G3")
 def test_copies_are_freed_with_an_unused_graph(impl):
     dp, refs = copies_of(impl, lambda s, x: s.lin(x) ** 2)
     out = dp(ints(4, 3, grad=True))
@@ -111,7 +111,7 @@ def test_copies_are_freed_with_an_unused_graph(impl):
     assert dies(refs)
 
 
-@row("G: leaks, reference cycles")
+@row("G3")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_copies_are_freed_after_evaluation(fast, mode):
     """Replica 0 may hand out the base's own parameters there; its copies die as all do."""
@@ -121,7 +121,7 @@ def test_copies_are_freed_after_evaluation(fast, mode):
     assert dies([ref for ref in refs if ref() is not dp.module.lin.weight])
 
 
-@row("G: leaks, reference cycles")
+@row("G3")
 def test_copies_live_as_long_as_their_graph(impl):
     """The counterpart: were they freed at once, the tests above would prove nothing."""
     dp, refs = copies_of(impl, lambda s, x: s.lin(s.lin(x) @ torch.ones(2, 3).to(x)))
@@ -130,7 +130,7 @@ def test_copies_live_as_long_as_their_graph(impl):
     out.sum().backward()
 
 
-@row("G: leaks, reference cycles; mutant: activations kept after backward")
+@row("G3", why="mutant: activations kept after backward")
 def test_activations_are_freed_by_backward(impl):
     refs = []
 
@@ -146,7 +146,7 @@ def test_activations_are_freed_by_backward(impl):
     del loss
 
 
-@row("G: leaks, reference cycles; mutant: a cycle through ctx")
+@row("G3", why="mutant: a cycle through ctx")
 def test_an_unused_graph_is_freed_without_backward(impl):
     refs = []
 
@@ -164,7 +164,7 @@ class Thing:
     """Something that can be referenced weakly."""
 
 
-@row("G: leaks, reference cycles; mutant: a worker that keeps its last job")
+@row("G3", why="mutant: a worker that keeps its last job")
 def test_arguments_and_outputs_are_let_go(impl):
     refs = []
     dp = impl.wrap(Apply(lambda s, x, thing: (refs.append(weakref.ref(x)), x * 2)[1]), 3)
@@ -176,7 +176,7 @@ def test_arguments_and_outputs_are_let_go(impl):
     assert len(refs) == 6 and dies(refs)
 
 
-@row("G: leaks, reference cycles; mutant: a worker that keeps its last job")
+@row("G3", why="mutant: a worker that keeps its last job")
 def test_arguments_of_a_failed_call_are_let_go(fast):
     def forward(self, x, thing):
         refs.append(weakref.ref(x))
@@ -194,7 +194,7 @@ def test_arguments_of_a_failed_call_are_let_go(fast):
     assert len(refs) == 5 and dies(refs)
 
 
-@row("G: leaks, reference cycles; mutant: an exception that keeps frames alive")
+@row("G3", why="mutant: an exception that keeps frames alive")
 def test_a_handled_error_keeps_no_activation(impl):
     refs = []
 
@@ -209,7 +209,7 @@ def test_a_handled_error_keeps_no_activation(impl):
     assert len(refs) == 2 and dies(refs)
 
 
-@row("G: leaks, reference cycles")
+@row("G3")
 def test_a_kept_error_keeps_no_activation(fast):
     """Programs log errors and keep them: the frames of the replica must not hang on them."""
     refs = []
@@ -228,7 +228,7 @@ def test_a_kept_error_keeps_no_activation(fast):
     assert dies(refs) and kept.__cause__ is not None
 
 
-@row("G: leaks, reference cycles: del dp frees every device")
+@row("G3", why="del dp frees every device")
 def test_deleting_the_wrapper_frees_replicas_and_threads(fast):
     refs = []
     module = Apply(lambda s, x: refs.append(weakref.ref(s)) or s.lin(x) ** 2)
@@ -246,7 +246,7 @@ def test_deleting_the_wrapper_frees_replicas_and_threads(fast):
     assert module.lin.weight.grad is not None
 
 
-@row("G: leaks, reference cycles: del dp frees every device")
+@row("G3", why="del dp frees every device")
 def test_many_wrappers_do_not_pile_up_threads(fast):
     before = threading.active_count()
     for seed in range(15):
@@ -257,7 +257,7 @@ def test_many_wrappers_do_not_pile_up_threads(fast):
     assert threading.active_count() <= before + 2
 
 
-@row("G: leaks, reference cycles: data_parallel keeps its replicas by module, weakly")
+@row("G3", why="data_parallel keeps its replicas by module, weakly")
 def test_functional_form_holds_no_module(fast):
     module = linear().to(fast.home)
     fast.api.data_parallel(module, ints(4, 3), fast.ids(2)).sum().backward()
@@ -267,7 +267,7 @@ def test_functional_form_holds_no_module(fast):
     assert dies([ref, weight])
 
 
-@row("G: context on an unused GPU 0: no thread, no replica before the first forward")
+@row("G2", why="no thread, no replica before the first forward")
 def test_construction_starts_nothing(fast):
     before = threading.active_count()
     dp = fast.wrap(Net(), 4)
@@ -276,7 +276,7 @@ def test_construction_starts_nothing(fast):
     assert threading.active_count() <= before + 3
 
 
-@row("G: out of memory")
+@row("G4")
 @pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_usable_after_out_of_memory(impl, kind, rank):
@@ -295,7 +295,7 @@ def test_usable_after_out_of_memory(impl, kind, rank):
     same(grads(module), {f"lin.{k}": g for k, g in grads(plain).items()})
 
 
-@row("G: out of memory")
+@row("G4")
 @pytest.mark.parametrize("dtype", [torch.float64])
 def test_usable_after_a_real_failed_allocation(impl, dtype):
     def forward(self, x):
@@ -309,7 +309,7 @@ def test_usable_after_a_real_failed_allocation(impl, dtype):
     same(dp(ints(4, 3)), linear()(ints(4, 3)))
 
 
-@row("G: device 0 imbalance: host memory returns to where it was")
+@row("G1", why="host memory returns to where it was")
 def test_resident_memory_is_flat(fast):
     """In a process of its own: 40 steps of a model with 4 MiB of weights stay within 24 MiB."""
     script = """
@@ -334,7 +334,7 @@ def test_resident_memory_is_flat(fast):
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
 
 
-@row("G: leaks, reference cycles: module trees")
+@row("G3", why="module trees")
 def test_a_replaced_module_is_let_go(impl):
     module = nn.Sequential(linear())
     dp = impl.wrap(module, 2)

@@ -27,7 +27,7 @@ row = pytest.mark.row
 # Batch norm.
 
 
-@row("A: BatchNorm statistics")
+@row("A14")
 @pytest.mark.parametrize("batch, n", [(8, 2), (8, 3)])
 def test_batch_norm_follows_chunk_0(impl, batch, n):
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
@@ -37,7 +37,7 @@ def test_batch_norm_follows_chunk_0(impl, batch, n):
     assert module[1].num_batches_tracked.item() == 1
 
 
-@row("A: BatchNorm statistics")
+@row("A14")
 def test_batch_norm_statistics_are_exactly_the_first_chunk(impl):
     module = nn.BatchNorm1d(3, momentum=1.0).double()
     dp = impl.wrap(module, 2)
@@ -52,7 +52,7 @@ def test_batch_norm_statistics_are_exactly_the_first_chunk(impl):
     same(module.running_mean, before)
 
 
-@row("A: SyncBatchNorm")
+@row("A15")
 @pytest.mark.parametrize("training", [True, False])
 def test_sync_batch_norm_without_a_process_group_is_plain(impl, training):
     module = nn.SyncBatchNorm(3).double().train(training)
@@ -66,7 +66,7 @@ def test_sync_batch_norm_without_a_process_group_is_plain(impl, training):
 # Hooks.
 
 
-@row("A: forward hooks")
+@row("A16")
 def test_forward_hooks_run_once_per_replica(impl):
     module = Net()
     dp = impl.wrap(module, 2)
@@ -89,7 +89,7 @@ def test_forward_hooks_run_once_per_replica(impl):
     assert seen == []
 
 
-@row("A: forward hooks")
+@row("A16")
 def test_forward_hook_may_change_the_output(impl):
     module = linear()
     module.register_forward_hook(lambda m, a, out: out + 1)
@@ -97,7 +97,7 @@ def test_forward_hook_may_change_the_output(impl):
     same(impl.wrap(module, 2)(ints(4, 3)), linear()(2 * ints(4, 3)) + 1)
 
 
-@row("A: forward hooks")
+@row("A16")
 def test_hooks_on_the_wrapper_run_once(impl):
     dp = impl.wrap(linear(), 2)
     seen = []
@@ -106,7 +106,7 @@ def test_hooks_on_the_wrapper_run_once(impl):
     assert seen == [(4, 2)]
 
 
-@row("A: hook dict shared by replicas")
+@row("A17")
 def test_hooks_edited_inside_forward(fast):
     def forward(self, x):
         for _ in range(30):
@@ -122,7 +122,7 @@ def test_hooks_edited_inside_forward(fast):
     assert not module.lin._forward_hooks
 
 
-@row("A: backward hooks, tensor hooks")
+@row("A18")
 def test_module_backward_hooks_fire_per_replica(impl):
     module = Net()
     seen = []
@@ -131,7 +131,7 @@ def test_module_backward_hooks_fire_per_replica(impl):
     assert sorted(seen) == [(2, 2), (3, 2)]
 
 
-@row("A: backward hooks, tensor hooks")
+@row("A18")
 def test_parameter_hooks_see_the_reduced_gradient_once(impl):
     module = linear()
     dp = impl.wrap(module, 3)
@@ -178,7 +178,7 @@ def clone_normed(kind):
     return clone
 
 
-@row("A: weight_norm, spectral_norm, parametrize / prune")
+@row("A19", "A20", "A21", "X30", "X31")
 @pytest.mark.parametrize("kind", NORMS)
 def test_recomputed_weights(impl, kind):
     """Outputs and every gradient, those of unrelated layers too."""
@@ -188,7 +188,7 @@ def test_recomputed_weights(impl, kind):
         close(got, want)
 
 
-@row("A: spectral_norm")
+@row("A20")
 @pytest.mark.parametrize("kind", ["spectral_norm", "spectral_norm parametrized"])
 def test_power_iteration_vectors_persist_in_place(impl, kind):
     module = normed(kind)
@@ -199,7 +199,7 @@ def test_power_iteration_vectors_persist_in_place(impl, kind):
     assert not torch.equal(u, before) and u.data_ptr() == address
 
 
-@row("A: spectral_norm")
+@row("A20")
 @pytest.mark.parametrize("kind", ["spectral_norm", "spectral_norm parametrized"])
 def test_spectral_norm_two_forwards_one_backward(impl, kind):
     module = normed(kind)
@@ -213,7 +213,7 @@ def test_spectral_norm_two_forwards_one_backward(impl, kind):
         close(gradient, grads(twin)[name])
 
 
-@row("A: parametrize / prune")
+@row("A21")
 def test_parametrize_cached(impl):
     """torch keys its cache by the base: on another GPU a replica may find a weight of the wrong
     device there, which torch refuses; no number is wrong."""
@@ -240,7 +240,7 @@ class Doubled(nn.Module):
         return weight / 2
 
 
-@row("A: parametrize / prune")
+@row("A21")
 def test_parametrization_put_on_and_off_between_calls(impl):
     """Changes the module's type and tree; the values stay, by right_inverse."""
     module = linear()
@@ -274,7 +274,7 @@ class Recurrent(nn.Module):
         return self.rnn(x)[0]
 
 
-@row("A: RNN / LSTM flatten")
+@row("A22")
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_nets(impl, kind, flatten):
@@ -283,7 +283,7 @@ def test_recurrent_nets(impl, kind, flatten):
         check_against_hand(impl, Recurrent(kind, flatten), ints(5, 3, 3), 2, CLOSE)
 
 
-@row("A: RNN / LSTM flatten")
+@row("A22")
 def test_recurrent_net_sees_weight_edits(impl):
     module = Recurrent(nn.LSTM)
     dp = impl.wrap(module, 2)
@@ -294,7 +294,7 @@ def test_recurrent_net_sees_weight_edits(impl):
             parameter.data.mul_(0.5 + step)
 
 
-@row("A: RNN / LSTM flatten")
+@row("A22")
 def test_flat_weights_of_a_replica_are_its_own(impl):
     seen = []
     module = Recurrent(nn.LSTM)
@@ -329,7 +329,7 @@ class Dropped(nn.Module):
         return self.rnn(x)[0]
 
 
-@row("A: wrapped RNN weights (weight drop)")
+@row("A23")
 def test_weight_drop(impl):
     module = Dropped()
     plain = Dropped()
@@ -344,7 +344,7 @@ def test_weight_drop(impl):
     same(module.rnn.weight_hh_l0, module.raw)
 
 
-@row("A: wrapped RNN weights (weight drop)")
+@row("A23")
 def test_weight_deleted_and_set_in_forward_stays_local(impl):
     def forward(self, x):
         weight = self.lin.weight
@@ -365,7 +365,7 @@ def test_weight_deleted_and_set_in_forward_stays_local(impl):
     same(module.lin.weight, linear().weight)
 
 
-@row("A: torch's transformer reads a child's weights from its parent")
+@row("A1", why="torch's transformer reads a child's weights from its parent")
 def test_transformer_encoder_layer(impl):
     module = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double()
     check_against_hand(impl, module, ints(4, 3, 4), 2, CLOSE)
@@ -383,7 +383,7 @@ class Skipping(nn.Sequential):
         return x
 
 
-@row("A: one module under two names; a missing child; a missing bias")
+@row("D11", "X35")
 def test_shared_child_and_holes(impl):
     seen = []
     first = nn.Linear(3, 3, bias=False)

@@ -32,7 +32,7 @@ def gathered(impl, forward, n=2, x=None, **options):
 # Scalars.
 
 
-@row("C: scalar loss")
+@row("C1")
 @pytest.mark.parametrize("batch, n, used", [(4, 2, 2), (5, 4, 3), (1, 3, 1)])
 def test_scalars_become_a_vector_with_a_warning(impl, batch, n, used):
     x = ints(batch, 3)
@@ -43,7 +43,7 @@ def test_scalars_become_a_vector_with_a_warning(impl, batch, n, used):
     assert [str(w.message) for w in caught] == [SCALARS]
 
 
-@row("C: scalar loss")
+@row("C1")
 def test_scalar_loss_trains(impl):
     module, plain = Net(), Net()
     dp = impl.wrap(Apply(lambda s, x: s.net(x).sum()), 2)
@@ -54,7 +54,7 @@ def test_scalar_loss_trains(impl):
     same(grads(module), grads(plain))
 
 
-@row("C: scalar loss")
+@row("C1")
 def test_one_device_returns_the_scalar_itself(impl):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -62,7 +62,7 @@ def test_one_device_returns_the_scalar_itself(impl):
     assert out.shape == ()
 
 
-@row("C: mean of means on uneven chunks")
+@row("C2")
 def test_mean_of_means(impl):
     x = ints(5, 3)
     with pytest.warns(UserWarning, match="scalars"):
@@ -73,7 +73,7 @@ def test_mean_of_means(impl):
 # Containers.
 
 
-@row("C: dict outputs")
+@row("C4")
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
 def test_dicts(impl, kind):
     x = ints(4, 3)
@@ -81,19 +81,19 @@ def test_dicts(impl, kind):
     same(out, kind([("z", x), ("a", None), ("b", [x])]))
 
 
-@row("C: dict outputs")
+@row("C4")
 def test_dicts_of_unequal_length_are_refused(impl):
     with pytest.raises(ValueError, match="All dicts must have the same number of keys"):
         gathered(impl, lambda s, x: dict.fromkeys(range(x.size(0)), x), x=ints(3, 3))
 
 
-@row("C: dict outputs")
+@row("C4")
 def test_dicts_with_other_keys_are_refused(fast):
     with pytest.raises(ValueError, match="key"):
         gathered(fast, lambda s, x: {f"key{x.size(0)}": x}, x=ints(3, 3))
 
 
-@row("C: dict outputs")
+@row("C4")
 def test_dicts_with_keys_in_another_order(impl):
     def forward(self, x):
         pairs = [("a", x), ("b", x + 1)]
@@ -103,7 +103,7 @@ def test_dicts_with_keys_in_another_order(impl):
     same(gathered(impl, forward, x=x), {"a": x, "b": x + 1})
 
 
-@row("C: namedtuple")
+@row("C5")
 def test_named_tuples(impl):
     x = ints(4, 3)
     same(gathered(impl, lambda s, x: Out(x, (x,))), Out(x, (x,)))
@@ -111,28 +111,28 @@ def test_named_tuples(impl):
     same(out, [Typed(x, Out(x, Typed(x, None)))])
 
 
-@row("C: nested containers")
+@row("C11")
 def test_nested_containers(impl):
     x = ints(4, 3)
     make = lambda x: [x, (x, {"k": [x, collections.OrderedDict(q=x)]}), (), [], {}]  # noqa: E731
     same(gathered(impl, lambda s, x: make(x)), make(x))
 
 
-@row("C: None")
+@row("C7")
 @pytest.mark.parametrize("n", [2, 3])
 def test_none_everywhere(impl, n):
     assert gathered(impl, lambda s, x: None, n, ints(6, 3)) is None
     same(gathered(impl, lambda s, x: (x, None), n, ints(6, 3)), (ints(6, 3), None))
 
 
-@row("C: None")
+@row("C7")
 @pytest.mark.parametrize("size", [1, 2])
 def test_none_from_some_replicas_is_refused(fast, size):
     with pytest.raises(ValueError, match="None"):
         gathered(fast, lambda s, x: None if x.size(0) == size else x, x=ints(3, 3))
 
 
-@row("C: None")
+@row("C7")
 @pytest.mark.parametrize("other", [3, "s", [1], {"k": None}, ()])
 def test_none_beside_something_else_is_refused(fast, other):
     """None on replica 0 would swallow what the others return."""
@@ -145,7 +145,7 @@ def test_none_beside_something_else_is_refused(fast, other):
 LEAVES = {"int": 3, "float": 2.5, "bool": True, "str": "ok", "bytes": b"ok", "empty str": ""}
 
 
-@row("C: numbers, bools; strings")
+@row("C8", "C9")
 @pytest.mark.parametrize("leaf", LEAVES)
 @pytest.mark.parametrize("n, used", [(2, 2), (3, 3), (4, 3)])
 def test_numbers_and_strings_become_a_list(fast, leaf, n, used):
@@ -157,7 +157,7 @@ def test_numbers_and_strings_become_a_list(fast, leaf, n, used):
     same(out, (x, {"k": [[value] * used]}))
 
 
-@row("C: numbers, bools")
+@row("C8")
 def test_numbers_come_in_the_order_of_the_replicas(fast):
     assert gathered(fast, lambda s, x: x.size(0), 3, ints(8, 3)) == [3, 3, 2]
     assert gathered(fast, lambda s, x: str(x[0, 0].item()), 2, ints(2, 1)) == [
@@ -165,13 +165,13 @@ def test_numbers_come_in_the_order_of_the_replicas(fast):
     ]
 
 
-@row("C: numbers, bools")
+@row("C8")
 def test_mixed_leaves_are_refused(fast):
     with pytest.raises((TypeError, ValueError)):
         gathered(fast, lambda s, x: x if x.size(0) == 2 else 3, x=ints(3, 3))
 
 
-@row("C: other leaves")
+@row("C8", why="other leaves")
 def test_what_cannot_be_gathered_is_named(fast):
     class Opaque:
         pass
@@ -180,7 +180,7 @@ def test_what_cannot_be_gathered_is_named(fast):
         gathered(fast, lambda s, x: Opaque())
 
 
-@row("C: unequal list lengths")
+@row("C10")
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_lists_of_unequal_length_are_refused(impl, kind):
     with pytest.raises(ValueError):
@@ -197,7 +197,7 @@ class Bag:
         return iter(self.items)
 
 
-@row("C: nested containers; L 5: iterable output types are rebuilt by type(out)(iterable)")
+@row("C11", "L5")
 def test_other_iterables(impl):
     x = ints(4, 3)
     out = gathered(impl, lambda s, x: Bag([x, Bag([]), [x + 1]]))
@@ -232,7 +232,7 @@ class Derived:
         self.double = 2 * self.y
 
 
-@row("C: dataclass / ModelOutput")
+@row("C6")
 def test_dataclasses_are_rebuilt_field_by_field(fast):
     x = ints(5, 3)
     out = gathered(fast, lambda s, x: Answer(s.lin(x), [x, {"k": None}]), 2, x)
@@ -241,7 +241,7 @@ def test_dataclasses_are_rebuilt_field_by_field(fast):
     same(out.more, [x, {"k": None}])
 
 
-@row("C: dataclass / ModelOutput")
+@row("C6")
 def test_frozen_and_nested_dataclasses(fast):
     x = ints(5, 3)
     out = gathered(fast, lambda s, x: Frozen(x, Answer(x + 1, "s")), 2, x)
@@ -249,7 +249,7 @@ def test_frozen_and_nested_dataclasses(fast):
     same((out.y, out.rest.y), (x, x + 1))
 
 
-@row("C: dataclass / ModelOutput")
+@row("C6")
 def test_dataclass_fields_outside_init_are_gathered(fast):
     def forward(self, x):
         answer = Derived(x)
@@ -294,7 +294,7 @@ class Classified(ModelOutput):
     hidden: typing.Any = None
 
 
-@row("C: dataclass / ModelOutput")
+@row("C6")
 def test_model_output(fast):
     x = ints(4, 3)
     dp = fast.wrap(Apply(lambda s, x: Classified(s.lin(x).sum(), logits=x)), 2)
@@ -310,19 +310,19 @@ def test_model_output(fast):
 # Shapes, dtypes, devices.
 
 
-@row("C: variable-size outputs")
+@row("C12")
 def test_shapes_that_differ_are_refused_by_name(impl):
     with pytest.raises(RuntimeError, match=r"(?s)(2, 3.*1, 1|1, 1.*2, 3)"):
         gathered(impl, lambda s, x: x if x.size(0) == 2 else x[:, :1], x=ints(3, 3))
 
 
-@row("C: variable-size outputs")
+@row("C12")
 def test_the_error_names_the_path(fast):
     with pytest.raises(RuntimeError, match="boxes"):
         gathered(fast, lambda s, x: {"boxes": [x, x[:, : x.size(0)]]}, x=ints(3, 3))
 
 
-@row("C: output_device")
+@row("C14")
 @pytest.mark.parametrize("spelled", ["cpu", torch.device("cpu")])
 def test_output_device(fast, spelled):
     out = gathered(fast, lambda s, x: s.lin(x), output_device=spelled)
@@ -330,7 +330,7 @@ def test_output_device(fast, spelled):
     same(out, linear()(ints(4, 3)))
 
 
-@row("C: output_device")
+@row("C14")
 def test_output_device_minus_one_is_the_host(impl):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -345,14 +345,14 @@ DTYPES = [
 ]  # fmt: skip
 
 
-@row("C: mixed / odd output dtypes")
+@row("C15")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_output_dtypes(impl, dtype):
     x = ints(5, 3)
     same(gathered(impl, lambda s, x: x.to(dtype), 3, x), x.to(dtype))
 
 
-@row("C: mixed / odd output dtypes")
+@row("C15")
 def test_outputs_of_many_kinds_at_once(impl):
     x = ints(5, 3)
     make = lambda x: (x > 0, x.half(), x.argmax(1), x.t().t(), x[:, ::2], x[:, :0])  # noqa: E731
@@ -361,7 +361,7 @@ def test_outputs_of_many_kinds_at_once(impl):
     assert [t.requires_grad for t in out] == [False] * 6 + [True, False]
 
 
-@row("C: mixed / odd output dtypes; PITFALLS: tokens only where a real input requires grad")
+@row("C15", why="tokens only where a real input requires grad")
 def test_detached_outputs_do_not_require_grad(impl):
     out = gathered(impl, lambda s, x: {"logits": s.lin(x).detach(), "labels": x.argmax(1)})
     assert not out["logits"].requires_grad and out["logits"].grad_fn is None
@@ -369,7 +369,7 @@ def test_detached_outputs_do_not_require_grad(impl):
     out["logits"].cpu().numpy()
 
 
-@row("C: zero-size pieces")
+@row("C15", why="zero-size pieces")
 def test_zero_size_pieces(impl):
     """A data-dependent selection that is empty on one replica."""
     x = torch.tensor([[1.0], [2.0], [-1.0], [-2.0]]).double()
@@ -377,7 +377,7 @@ def test_zero_size_pieces(impl):
     same(out, x[:2])
 
 
-@row("C: nested containers; L 13: outputs that are views or inputs returned as they are")
+@row("C11", "L13")
 def test_views_and_inputs_as_outputs(impl):
     x = ints(4, 4, grad=True)
     module, plain_module = exact(nn.Linear(4, 4)), exact(nn.Linear(4, 4))

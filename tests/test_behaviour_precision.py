@@ -29,7 +29,7 @@ class Conjugated(ComplexNet):
         return (x @ self.w.conj() + self.shift).conj()
 
 
-@row("E: complex parameters / tensors")
+@row("E1")
 @pytest.mark.parametrize("grad", [True, False])
 def test_complex_stays_complex(impl, grad):
     module, plain = ComplexNet(), ComplexNet()
@@ -42,7 +42,7 @@ def test_complex_stays_complex(impl, grad):
         close(module.w.grad, plain.w.grad)
 
 
-@row("E: complex parameters / tensors; gradients that are lazily conjugated")
+@row("E1", why="gradients that are lazily conjugated")
 def test_conjugated_weights(fast):
     """torch's own refuses them: it views complex numbers as real."""
     module, plain = Conjugated(), Conjugated()
@@ -54,7 +54,7 @@ def test_conjugated_weights(fast):
     same(module.w.grad.resolve_conj(), plain.w.grad.resolve_conj())
 
 
-@row("E: complex parameters / tensors")
+@row("E1")
 def test_complex_and_real_parameters_together(impl):
     def forward(self, x):
         return torch.view_as_real(self.lin(x) * self.w)
@@ -72,7 +72,7 @@ ODD = ["bool", "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16"
 ODD += ["float64", "complex64", "float8_e4m3fn", "float8_e5m2", "uint16", "uint32"]
 
 
-@row("E: mixed dtypes in one model")
+@row("E2")
 def test_buffers_of_every_dtype_are_exact(impl):
     """Beside fp64 weights; fp8 and the like move as bytes."""
     seen = []
@@ -91,7 +91,7 @@ def test_buffers_of_every_dtype_are_exact(impl):
             assert torch.equal(raw, want[name].contiguous().view(torch.uint8)), name
 
 
-@row("E: mixed dtypes in one model; half/double model")
+@row("E2", "E7")
 def test_parameters_of_several_dtypes(impl):
     def make():
         module = Apply(lambda s, x: s.lin(x) + s.low.float().sum() + s.single.sum())
@@ -107,7 +107,7 @@ def test_parameters_of_several_dtypes(impl):
     same(grads(module), grads(plain))
 
 
-@row("E: half/double model")
+@row("E7")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_half_models(impl, dtype):
     """Small integers are exact in half precision too, the sums of four included."""
@@ -122,7 +122,7 @@ def test_half_models(impl, dtype):
 DOUBLE, SINGLE, COMPLEX = torch.float64, torch.float32, torch.complex128
 
 
-@row("C: mixed / odd output dtypes: replica 0's decides")
+@row("C15", why="replica 0's decides")
 @pytest.mark.parametrize(
     "first, second",
     [(SINGLE, DOUBLE), (DOUBLE, torch.float16), (DOUBLE, torch.int32), (torch.int64, DOUBLE)],
@@ -138,7 +138,7 @@ def test_outputs_of_unlike_dtypes_are_converted(impl, first, second):
         same(module.lin.weight.grad, 1.5 * used.sum(0).expand(2, 3))
 
 
-@row("C: mixed / odd output dtypes: real and complex do not fit")
+@row("C15", why="real and complex do not fit")
 @pytest.mark.parametrize("first, second", [(DOUBLE, COMPLEX), (COMPLEX, DOUBLE)])
 def test_real_beside_complex_outputs_are_refused(impl, first, second):
     module = Apply(lambda s, x: s.lin(x).to(first if x[0, 0] == 0 else second))
@@ -150,7 +150,7 @@ def test_real_beside_complex_outputs_are_refused(impl, first, second):
 # Autocast.
 
 
-@row("E: autocast; K: test_autocast")
+@row("E3", "K26")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_autocast_enabled_reaches_replicas(impl, enabled):
     device = impl.home.type
@@ -170,7 +170,7 @@ def test_autocast_enabled_reaches_replicas(impl, enabled):
     assert seen == [(False, torch.float32)] * 2
 
 
-@row("E: autocast dtype")
+@row("E4")
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_dtype_and_cache_flag_reach_replicas(fast, dtype, cache):
@@ -187,7 +187,7 @@ def test_autocast_dtype_and_cache_flag_reach_replicas(fast, dtype, cache):
     assert seen == [(dtype, cache)] * 2
 
 
-@row("E: autocast; mutant: a worker that leaves autocast clears the cast cache of others")
+@row("E3", why="mutant: a worker that leaves autocast clears the cast cache of others")
 def test_autocast_numbers_and_gradients(fast):
     device = fast.home.type
     module, plain = linear().float(), linear().float().to(fast.home)
@@ -215,7 +215,7 @@ def casts_below(node):
     return found
 
 
-@row("E: autocast; mutant: a worker that leaves autocast clears the cast cache of others")
+@row("E3", why="mutant: a worker that leaves autocast clears the cast cache of others")
 def test_the_callers_cast_cache_survives_a_forward(fast):
     """A cast made before the call is used again after it, though replicas left an autocast."""
     device = fast.home.type
@@ -233,7 +233,7 @@ def test_the_callers_cast_cache_survives_a_forward(fast):
         assert casts_below(before.grad_fn) & casts_below(outer(x).grad_fn)
 
 
-@row("E: autocast")
+@row("E3")
 def test_autocast_inside_forward_stays_inside(impl):
     device = impl.home.type
 
@@ -247,7 +247,7 @@ def test_autocast_inside_forward_stays_inside(impl):
     assert out.dtype == torch.bfloat16 and not torch.is_autocast_enabled(device)
 
 
-@row("E: warning spam")
+@row("E5")
 def test_a_step_warns_of_nothing(impl):
     module = nn.Sequential(Net(), nn.BatchNorm1d(2).double())
     with warnings.catch_warnings():
@@ -261,7 +261,7 @@ def test_a_step_warns_of_nothing(impl):
             dp.eval()(ints(4, 3))
 
 
-@row("E: GradScaler; L: GradScaler specific to DP")
+@row("E6")
 def test_grad_scaler_finds_inf_of_the_last_replica(impl):
     module = linear().float()
     dp = impl.wrap(module, 2)
@@ -284,7 +284,7 @@ def test_grad_scaler_finds_inf_of_the_last_replica(impl):
 # Forward mode and functorch.
 
 
-@row("E: functorch, forward-mode; mutant: a tangent dropped")
+@row("E11", why="mutant: a tangent dropped")
 def test_forward_mode_is_refused_or_right(fast):
     dp = fast.wrap(linear(), 2)
     x, t = ints(4, 3), ints(4, 3, seed=2)
@@ -299,7 +299,7 @@ def test_forward_mode_is_refused_or_right(fast):
         same(tangent, t @ linear().weight.T)
 
 
-@row("E: functorch, forward-mode")
+@row("E11")
 def test_functorch_transforms_are_refused_or_right(fast):
     dp = fast.wrap(linear(), 2)
     x, t = ints(4, 3).to(fast.home), ints(4, 3, seed=2).to(fast.home)
@@ -319,7 +319,7 @@ def test_functorch_transforms_are_refused_or_right(fast):
         same(got, want)
 
 
-@row("E: mixed dtypes in one model: tensor subclasses")
+@row("E2", why="tensor subclasses")
 def test_parameter_subclass_trains(impl):
     class Marked(nn.Parameter):
         pass
@@ -332,7 +332,7 @@ def test_parameter_subclass_trains(impl):
     assert type(module.weight) is Marked
 
 
-@row("E: half/double model")
+@row("E7")
 def test_convolution_net(impl):
     module = nn.Sequential(
         nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 2)
@@ -340,7 +340,7 @@ def test_convolution_net(impl):
     check_against_hand(impl, module, ints(6, 1, 5, 5), 2, CLOSE)
 
 
-@row("E: half/double model")
+@row("E7")
 def test_scalar_and_zero_size_parameters(impl):
     def make():
         module = Apply(lambda s, x: s.lin(x) * s.scale + s.none.sum())

@@ -69,7 +69,7 @@ def check(script, seconds=40):
     return out
 
 
-@row("I: Ctrl-C")
+@row("I3")
 @pytest.mark.parametrize("naps", ["{0: 60}", "{1: 60}", "{0: 60, 1: 60}"])
 def test_sigint_during_forward_ends_the_process(naps):
     process = start(f"dp = wrap({naps}); print('ready'); dp(x)")
@@ -82,7 +82,7 @@ def test_sigint_during_forward_ends_the_process(naps):
     assert "KeyboardInterrupt" in err and code in (1, -signal.SIGINT, 130)
 
 
-@row("I: Ctrl-C")
+@row("I3")
 def test_the_wrapper_is_usable_after_an_interrupt():
     """As in a notebook: the interrupted call's straggler must not answer the next call."""
     check(
@@ -107,7 +107,7 @@ def test_the_wrapper_is_usable_after_an_interrupt():
     )
 
 
-@row("I: Ctrl-C: no stuck worker threads at exit")
+@row("I3", why="Ctrl-C: no stuck worker threads at exit")
 @pytest.mark.parametrize("last", ["", "out = dp(x).sum()", "sys.exit(0)", "del dp"])
 def test_a_process_with_idle_workers_ends(last):
     begin = time.monotonic()
@@ -116,7 +116,7 @@ def test_a_process_with_idle_workers_ends(last):
     assert time.monotonic() - float(out) < 5 and begin < float(out)
 
 
-@row("I: Ctrl-C: no stuck worker threads at exit")
+@row("I3", why="Ctrl-C: no stuck worker threads at exit")
 def test_a_process_ends_while_a_thread_is_inside_a_forward():
     out = check(
         """
@@ -133,7 +133,7 @@ FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
 
 @FORK
-@row("H: fork, DataLoader; mutant: fork")
+@row("H7", why="mutant: fork")
 @pytest.mark.parametrize("used", [True, False])
 def test_wrapper_works_in_a_forked_child(used):
     """The child has no worker thread any more; it must start its own, and the parent goes on."""
@@ -166,7 +166,7 @@ def test_wrapper_works_in_a_forked_child(used):
 
 
 @FORK
-@row("H: fork, DataLoader; mutant: fork while another thread is inside replicate")
+@row("H7", why="mutant: fork while another thread is inside replicate")
 def test_fork_while_another_thread_replicates():
     """Whatever that thread held, it will never give back in the child."""
     check(
@@ -204,7 +204,7 @@ def test_fork_while_another_thread_replicates():
 
 
 @FORK
-@row("H: fork, DataLoader")
+@row("H7")
 def test_data_loader_workers_between_steps():
     check(
         """
@@ -233,7 +233,7 @@ def test_data_loader_workers_between_steps():
     )
 
 
-@row("F: pickle of the wrapper: spawned processes")
+@row("F4", why="pickle of the wrapper: spawned processes")
 def test_wrapper_travels_to_another_process(tmp_path):
     check(
         f"""
@@ -250,7 +250,7 @@ def test_wrapper_travels_to_another_process(tmp_path):
     )
 
 
-@row("J: reasons to stay single-process: script without a main guard, no output of ours")
+@row("J5", why="script without a main guard, no output of ours")
 def test_a_training_script_prints_nothing_of_ours():
     process = start(
         """
@@ -265,7 +265,7 @@ def test_a_training_script_prints_nothing_of_ours():
     assert finish(process, 40) == (0, "end\n", "")
 
 
-@row("F: import: no thread, no device, no NumPy needed")
+@row("G2", why="import: no thread, no device, no NumPy needed")
 def test_import_starts_no_thread():
     check(
         """

@@ -29,7 +29,7 @@ def both(impl, make, x, n=2, steps=1):
 # 1. Buffers with a graph.
 
 
-@row("L 1: a buffer that is a non-leaf tensor with a graph")
+@row("L1")
 def test_buffer_with_a_graph(impl):
     maker = torch.ones(2, dtype=torch.float64, device=impl.home, requires_grad=True)
     module = Apply(lambda s, x: s.lin(x) * s.scale)
@@ -47,7 +47,7 @@ def test_buffer_with_a_graph(impl):
 # 2. Gradients that enter anywhere.
 
 
-@row("L 2: gradient enters a replica's graph anywhere")
+@row("L2")
 def test_loss_on_a_tensor_caught_by_a_hook(impl):
     """The caught tensors get the loss; the gathered output takes no part."""
     module, plain = Net(), Net()
@@ -63,7 +63,7 @@ def test_loss_on_a_tensor_caught_by_a_hook(impl):
     assert second is None or not second.any()
 
 
-@row("L 2: some replicas' outputs take no part")
+@row("L2")
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_loss_on_one_replicas_output(impl, rank):
     module, plain = Net(), Net()
@@ -103,7 +103,7 @@ class Exchange(nn.Module):
         return x - mean.to(x.device)
 
 
-@row("L 4: replicas wait for each other inside forward, with gradient across replicas")
+@row("L4")
 def test_synchronised_mean_by_queues(impl):
     x = torch.arange(3.0).double()[:, None].repeat(1, 4).requires_grad_()
     dp = impl.wrap(Exchange(), 3)
@@ -118,7 +118,7 @@ def test_synchronised_mean_by_queues(impl):
 # 7, 9. Shared things.
 
 
-@row("L 7: lists held as attributes are shared with the base")
+@row("L7")
 def test_list_elements_written_in_forward_persist(impl):
     def forward(self, x):
         self.memory[int(x[0, 0])] = x.detach().clone()
@@ -131,7 +131,7 @@ def test_list_elements_written_in_forward_persist(impl):
     same([t.cpu() for t in module.memory], [x[:1], x[1:]])
 
 
-@row("L 9: the wrapper is a child of a plain module")
+@row("L9")
 def test_wrapper_as_a_child(impl):
     module = Net()
     parent = nn.Sequential(nn.Identity(), impl.wrap(module, 2))
@@ -145,7 +145,7 @@ def test_wrapper_as_a_child(impl):
     assert all(p.grad is not None for p in parent.parameters())
 
 
-@row("L 9: two wrappers that share submodules")
+@row("L9")
 def test_two_wrappers_share_a_submodule(impl):
     shared = nn.Linear(3, 3)
     a, b = nn.Sequential(shared, nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 3), shared)
@@ -161,7 +161,7 @@ def test_two_wrappers_share_a_submodule(impl):
     same(found, grads(nn.ModuleList([a, b])))
 
 
-@row("L 10: round trips under a live optimizer swap .data")
+@row("L10")
 def test_round_trips_under_an_optimizer(impl):
     module, plain = Net(), Net()
     dp = impl.wrap(module, 2)
@@ -181,7 +181,7 @@ def test_round_trips_under_an_optimizer(impl):
 # 11. The functional form.
 
 
-@row("L 11: data_parallel(module, inputs=None, module_kwargs=...), a bare tensor, a tuple of ids")
+@row("L11")
 def test_functional_form(impl):
     module = Apply(lambda s, x=None, k=1, y=None: s.lin(y if x is None else x) * k)
     module.to(impl.home)
@@ -197,7 +197,7 @@ def test_functional_form(impl):
     same(module.lin.weight.grad, x.sum(0).expand(2, 3))
 
 
-@row("L 11: data_parallel along another dim")
+@row("L11")
 def test_functional_form_along_another_dim(impl):
     module = Apply(lambda s, x: x * 2).to(impl.home)
     same(impl.api.data_parallel(module, ints(2, 5), impl.ids(2), dim=1), ints(2, 5) * 2)
@@ -206,7 +206,7 @@ def test_functional_form_along_another_dim(impl):
 # 12, 13. Gradients partly off; ties to the world outside.
 
 
-@row("L 12: grad mode set inside forward for parts of a net")
+@row("L12")
 def test_no_grad_parts(impl):
     def forward(self, x):
         with torch.no_grad():
@@ -225,7 +225,7 @@ def test_no_grad_parts(impl):
     assert module.lin.weight.grad is None or not module.lin.weight.grad.any()
 
 
-@row("L 12: a tied parameter that also reaches the loss without the wrapper")
+@row("L12")
 def test_parameter_that_also_reaches_the_loss_outside(impl):
     module, plain = Net(), Net()
     dp = impl.wrap(module, 2)
@@ -235,7 +235,7 @@ def test_parameter_that_also_reaches_the_loss_outside(impl):
     same(grads(module), grads(plain))
 
 
-@row("L 12: nets frozen and unfrozen between calls (GAN)")
+@row("L12")
 def test_two_nets_in_turn(impl):
     def run(wrap):
         g, d = exact(nn.Linear(3, 3)), linear(seed=2)
@@ -258,19 +258,19 @@ def test_two_nets_in_turn(impl):
         close(a, b)
 
 
-@row("L 13: inputs returned as they are")
+@row("L13")
 @pytest.mark.parametrize("n", [2, 3])
 def test_inputs_returned_as_they_are(impl, n):
     both(impl, nn.Identity, ints(5, 3), n)
 
 
-@row("L 13: outputs that are views")
+@row("L13")
 def test_outputs_that_are_views(impl):
     both(impl, lambda: Apply(lambda s, x: s.lin(x)[:, 1:]), ints(5, 3), steps=2)
     both(impl, lambda: Apply(lambda s, x: s.lin(x).t().unsqueeze(0).squeeze(0).t()), ints(5, 3))
 
 
-@row("L: weight tying; gradient of a tie across the wrapper")
+@row("K19", "K21", "K23")
 def test_functions_of_the_module_level(impl):
     """scatter, replicate, parallel_apply and gather as torch.nn.parallel's tutorial joins them."""
     api, ids = impl.api, impl.ids(3)
@@ -290,7 +290,7 @@ def test_functions_of_the_module_level(impl):
     assert isinstance(rows, tuple) and isinstance(named, tuple) and len(rows) == len(named) == 3
 
 
-@row("I: a lock and a thread-local object as attributes")
+@row("B12", why="a lock and a thread-local object as attributes")
 def test_attributes_that_cannot_be_copied(impl):
     module = Apply(lambda s, x: s.lin(x) if s.lock.acquire() and not s.lock.release() else None)
     module.lock, module.local = threading.Lock(), threading.local()

@@ -15,7 +15,7 @@ row = pytest.mark.row
 # Parameters.
 
 
-@row("A: replica parameters() empty")
+@row("A1")
 @pytest.mark.parametrize("n", [2, 3])
 def test_replica_lists_its_parameters(fast, n):
     seen = []
@@ -38,7 +38,7 @@ def test_replica_lists_its_parameters(fast, n):
             same(parameter, module.get_parameter(name))
 
 
-@row("A: replica parameters() empty")
+@row("A1")
 def test_parameters_of_a_replica_link_to_the_base(fast):
     """A penalty over self.parameters() inside forward has its gradient: 2w from each replica."""
     module = Apply(lambda s, x: 0 * s.lin(x).sum() + sum((p**2).sum() for p in s.parameters()))
@@ -48,7 +48,7 @@ def test_parameters_of_a_replica_link_to_the_base(fast):
     same(module.lin.bias.grad, 4 * module.lin.bias)
 
 
-@row("A: replica parameters() empty")
+@row("A1")
 def test_parameters_of_a_replica_without_grad(fast):
     seen = []
     dp = fast.wrap(Apply(lambda s, x: seen.append(list(s.parameters())) or s.lin(x)), 2)
@@ -57,7 +57,7 @@ def test_parameters_of_a_replica_without_grad(fast):
     assert [len(parameters) for parameters in seen] == [2, 2]
 
 
-@row("A: replica parameters() empty")
+@row("A1")
 def test_replicas_say_so(impl):
     seen = []
     module = Apply(lambda s, x: seen.append((s._is_replica, s.lin._is_replica)) or s.lin(x))
@@ -80,7 +80,7 @@ class Lists(nn.Module):
         return x * sum(p for p in self.ps) + sum(v for _, v in self.pd.items())
 
 
-@row("A: ParameterList / ParameterDict")
+@row("A2")
 def test_parameter_list_and_dict(impl):
     module = Lists()
     dp = impl.wrap(module, 2)
@@ -92,14 +92,14 @@ def test_parameter_list_and_dict(impl):
     same(module.pd["a"].grad, torch.full((2,), 4.0, dtype=torch.float64))
 
 
-@row("A: ParameterList / ParameterDict")
+@row("A2")
 def test_parameter_list_parameters_iterate(fast):
     module = Lists()
     module.forward = types.MethodType(lambda s, x: x * sum(p for p in s.ps.parameters()), module)
     same(fast.wrap(module, 2)(ints(4, 2)), ints(4, 2) * 3)
 
 
-@row("A: order of wrap, .cuda(), optimizer")
+@row("A4")
 def test_order_of_wrap_move_and_optimizer(impl):
     """Wrap, move, optimizer in three orders: the same weights after 10 steps."""
 
@@ -128,7 +128,7 @@ def test_order_of_wrap_move_and_optimizer(impl):
         assert not torch.equal(a.cpu(), start)
 
 
-@row("A: module that already spans devices")
+@row("A5")
 def test_module_spanning_devices_is_refused(impl):
     module = nn.Sequential(linear(), nn.Linear(2, 2, device="meta"))
     with pytest.raises((RuntimeError, ValueError), match="meta"):
@@ -138,7 +138,7 @@ def test_module_spanning_devices_is_refused(impl):
 # Attributes.
 
 
-@row("A: tensor kept as plain attribute")
+@row("A6")
 def test_tensor_attribute_is_shared_not_moved(impl):
     seen = []
     module = Apply(lambda s, x: seen.append((s.c, s.ls[0], s.ls)) or s.lin(x))
@@ -150,7 +150,7 @@ def test_tensor_attribute_is_shared_not_moved(impl):
         assert c is module.c and hidden is module.ls[0] and ls is module.ls
 
 
-@row("A: bound methods, lambdas, closures made in __init__")
+@row("A8")
 def test_bound_method_kept_as_attribute_is_rebound(fast):
     seen = []
 
@@ -169,7 +169,7 @@ def test_bound_method_kept_as_attribute_is_rebound(fast):
     assert module.f.__self__ is module.lin
 
 
-@row("A: patched forward on the instance")
+@row("A9")
 def test_patched_forward_runs_on_the_replica(fast):
     seen = []
 
@@ -185,7 +185,7 @@ def test_patched_forward_runs_on_the_replica(fast):
     assert module.forward.__self__ is module
 
 
-@row("A: patched forward on the instance")
+@row("A9")
 def test_patched_forward_numbers(impl):
     module = linear()
     forward = module.forward
@@ -202,7 +202,7 @@ def test_patched_forward_numbers(impl):
     same(module.weight.grad, 2 * x.sum(0).expand(2, 3))
 
 
-@row("A: attributes / counters set in forward")
+@row("A10")
 @pytest.mark.parametrize("n", [2, 3])
 def test_rebinding_is_lost_mutation_is_seen(impl, n):
     seen = []
@@ -227,7 +227,7 @@ def test_rebinding_is_lost_mutation_is_seen(impl, n):
     assert module.log == [1] * (3 * n) and module.table == {"k": 1}
 
 
-@row("A: attributes / counters set in forward")
+@row("A10")
 def test_attribute_edits_of_the_base_are_seen(impl):
     module = Apply(lambda s, x: s.lin(x) * s.scale + getattr(s, "shift", 0))
     module.scale = 1
@@ -243,7 +243,7 @@ def test_attribute_edits_of_the_base_are_seen(impl):
     same(dp(x), 3 * y)
 
 
-@row("A: id()- or device-keyed caches")
+@row("A11")
 def test_replicas_keep_their_identity(fast):
     seen = []
     dp = fast.wrap(Apply(lambda s, x: seen.append((id(s), id(s.lin))) or s.lin(x)), 3)
@@ -261,7 +261,7 @@ def counting(forward):
     return module
 
 
-@row("A: buffers of non-primary replicas lost")
+@row("A12")
 def test_only_replica_0_writes_the_buffer(impl):
     module = counting(lambda s, x: (s.k.add_(x.size(0)), s.lin(x))[1])
     dp = impl.wrap(module, 2)
@@ -272,7 +272,7 @@ def test_only_replica_0_writes_the_buffer(impl):
     assert buffer.item() == 8
 
 
-@row("A: buffers of non-primary replicas lost")
+@row("A12")
 def test_every_replica_starts_from_the_base_buffer(impl):
     seen = []
 
@@ -289,7 +289,7 @@ def test_every_replica_starts_from_the_base_buffer(impl):
     assert sorted(seen) == [0, 0, 10, 10, 20, 20] and module.k.item() == 30
 
 
-@row("A: buffer rebinding instead of in-place")
+@row("A13")
 def test_buffer_rebinding_is_lost(impl):
     def forward(self, x):
         self.k = self.k + 1
@@ -303,7 +303,7 @@ def test_buffer_rebinding_is_lost(impl):
     assert module.k.item() == 0
 
 
-@row("A: buffer rebinding instead of in-place")
+@row("A13")
 def test_buffer_replaced_on_the_base_is_seen(impl):
     module = Apply(lambda s, x: s.lin(x) + s.b)
     module.register_buffer("b", torch.zeros(2).double())
@@ -317,7 +317,7 @@ def test_buffer_replaced_on_the_base_is_seen(impl):
     same(dp(x), y + 2)
 
 
-@row("A: buffers of non-primary replicas lost")
+@row("A12")
 def test_kinds_of_buffers(impl):
     """None, not persistent, shared by two modules, zero-size."""
     seen = []
@@ -340,13 +340,13 @@ def test_kinds_of_buffers(impl):
 # Copies of replicas.
 
 
-@row("A: replica not a leaf: deepcopy, save")
+@row("A25")
 def test_deepcopy_in_forward(fast):
     module = Apply(lambda s, x: copy.deepcopy(s.lin)(x))
     same(fast.wrap(module, 2)(ints(4, 3)), linear()(ints(4, 3)))
 
 
-@row("A: replica not a leaf: deepcopy, save")
+@row("A25")
 @pytest.mark.parametrize("detach", [False, True])
 def test_save_replicas(impl, detach):
     for replica in impl.api.replicate(Net().to(impl.home), impl.ids(2), detach):
@@ -354,7 +354,7 @@ def test_save_replicas(impl, detach):
         assert file.getbuffer().nbytes > 0
 
 
-@row("A: replica not a leaf: deepcopy, save")
+@row("A25")
 def test_state_dict_in_forward(fast):
     seen = []
     module = Net()

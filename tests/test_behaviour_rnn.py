@@ -74,7 +74,7 @@ def check_step(dp, module, home):
     return list(module.seen)
 
 
-@row("A: RNN / LSTM flatten")
+@row("A22")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [2**20, 64])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -93,7 +93,7 @@ def test_flat_weights_are_flat_in_replicas(fast, kind, bias, bucket_bytes):
         assert check_step(dp, module, fast.home) == [(wanted, zeros)] * 3
 
 
-@row("A: RNN / LSTM flatten")
+@row("A22")
 @pytest.mark.parametrize("is_flat", [True, False])
 def test_what_follows_an_rnn_without_biases_is_not_its_biases(fast, is_flat):
     """These sizes put the weights, unless they are kept apart, just where cuDNN expects them, with

@@ -9,7 +9,7 @@ from nets import Apply, Net, grads, ints, linear, same
 row = pytest.mark.row
 
 
-@row("L 3: scatter, replicate, parallel_apply, gather are looked up on the instance")
+@row("L3")
 def test_patched_steps_are_called(impl):
     dp = impl.wrap(Net(), 2)
     calls = []
@@ -26,7 +26,7 @@ def test_patched_steps_are_called(impl):
     assert calls == ["scatter", "replicate", "parallel_apply", "gather"]
 
 
-@row("B: per-type scatter, own chunk sizes; L 3: a subclass with own scatter")
+@row("B13", "L3")
 def test_subclass_with_own_chunk_sizes(impl):
     sizes = []
 
@@ -47,7 +47,7 @@ def test_subclass_with_own_chunk_sizes(impl):
     assert sorted(sizes) == [1, 3]
 
 
-@row("L 3: a subclass that keeps outputs apart; PITFALLS: tokens are lost without super().gather")
+@row("L3", why="tokens are lost without super().gather")
 def test_subclass_with_own_gather(impl):
     class Apart(impl.api.DataParallel):
         def gather(self, outputs, output_device):
@@ -66,7 +66,7 @@ def test_subclass_with_own_gather(impl):
     same(grads(module), grads(plain))
 
 
-@row("L 3: attributes may be set on replicas; modules() in the same order in each")
+@row("L3")
 def test_subclass_that_marks_its_replicas(impl):
     """The synchronised-batch-norm pattern: replicate hands a context to every module."""
 
@@ -116,7 +116,7 @@ class DataListParallel:
         return Parallel
 
 
-@row("B: PyG Data lists; L 3: forward calls the four steps by hand")
+@row("B18", "L3")
 def test_forward_written_by_hand(impl):
     module, plain = Net(), Net()
     dp = impl.wrap_as(DataListParallel.of(impl), module, 3)
@@ -132,7 +132,7 @@ def test_forward_written_by_hand(impl):
     same(grads(module), grads(plain))
 
 
-@row("L 3: replicate called by hand while forwards go on")
+@row("L3")
 def test_replicas_held_by_hand_are_not_refreshed(impl):
     """A set that user code holds keeps its weights and stays out of later forwards."""
     module = linear()

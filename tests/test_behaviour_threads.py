@@ -45,7 +45,7 @@ class Picky(ValueError):
 # Errors.
 
 
-@row("I: traceback of a failing replica")
+@row("I1")
 @pytest.mark.parametrize("kind", [KeyError, ValueError, RuntimeError, StopIteration, OSError])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_error_says_where(impl, kind, rank):
@@ -60,7 +60,7 @@ def test_error_says_where(impl, kind, rank):
     same(dp(ranked(3) * 0 - 1), linear()(ranked(3) * 0 - 1))
 
 
-@row("I: traceback of a failing replica")
+@row("I1")
 def test_error_keeps_the_original_as_cause(fast):
     original = ValueError("first", 2)
     with pytest.raises(ValueError) as caught:
@@ -68,7 +68,7 @@ def test_error_keeps_the_original_as_cause(fast):
     assert caught.value.__cause__ is original and original.args == ("first", 2)
 
 
-@row("I: traceback of a failing replica")
+@row("I1")
 def test_first_by_rank_is_raised_and_all_finish(impl):
     finished = []
 
@@ -91,7 +91,7 @@ def test_first_by_rank_is_raised_and_all_finish(impl):
     assert sorted(finished) == [0, 3]
 
 
-@row("I: exceptions with odd constructors")
+@row("I2")
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     "make", [lambda: TwoArguments(1, 2), lambda: KeywordOnly(code=3), lambda: Picky(4)]
@@ -104,14 +104,14 @@ def test_odd_constructors(fast, make, rank):
     assert type(caught.value.__cause__) is kind
 
 
-@row("I: traceback of a failing replica; PITFALLS: keep the exception's type")
+@row("I1", why="keep the exception's type")
 def test_type_is_kept_for_code_that_catches_its_own(fast):
     with pytest.raises(TwoArguments) as caught:
         fast.wrap(failing(lambda: TwoArguments(1, 2), 1), 2)(ranked(2))
     assert (caught.value.first, caught.value.second) == (1, 2)
 
 
-@row("I: traceback of a failing replica; mutant: SystemExit in a worker")
+@row("I1", why="mutant: SystemExit in a worker")
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
 def test_base_exceptions_reach_the_caller(fast, kind, rank):
@@ -122,7 +122,7 @@ def test_base_exceptions_reach_the_caller(fast, kind, rank):
     same(dp(ranked(2) - 5), linear()(ranked(2) - 5))
 
 
-@row("I: traceback of a failing replica")
+@row("I1")
 def test_error_in_backward_of_a_replica(impl):
     class Bad(torch.autograd.Function):
         @staticmethod
@@ -142,7 +142,7 @@ def test_error_in_backward_of_a_replica(impl):
     same(module.lin.bias.grad, torch.full((2,), 2.0).double())
 
 
-@row("I: traceback of a failing replica")
+@row("I1")
 def test_errors_of_scatter_and_gather_leave_the_wrapper_usable(impl):
     dp = impl.wrap(Apply(lambda s, x, k=None: s.lin(x) if x.size(0) < 3 else x[0]), 2)
     for _ in range(3):
@@ -156,7 +156,7 @@ def test_errors_of_scatter_and_gather_leave_the_wrapper_usable(impl):
 # What the threads carry.
 
 
-@row("I: thread-local state")
+@row("I6")
 def test_grad_mode_set_in_forward_does_not_leak(impl):
     seen = []
 
@@ -172,7 +172,7 @@ def test_grad_mode_set_in_forward_does_not_leak(impl):
     assert seen == [True] * 6
 
 
-@row("I: thread-local state")
+@row("I6")
 def test_inference_mode_reaches_replicas(fast):
     seen = []
     dp = fast.wrap(Apply(lambda s, x: seen.append(torch.is_inference_mode_enabled()) or x), 3)
@@ -182,7 +182,7 @@ def test_inference_mode_reaches_replicas(fast):
     assert seen == [True] * 3 + [False] * 3
 
 
-@row("I: thread-local state")
+@row("I6")
 def test_default_dtype_reaches_replicas(impl):
     seen = []
     dp = impl.wrap(Apply(lambda s, x: seen.append(torch.ones(1).dtype) or x), 2)
@@ -195,7 +195,7 @@ def test_default_dtype_reaches_replicas(impl):
     assert seen == [torch.float32] * 2 + [torch.float64] * 2
 
 
-@row("I: thread-local state: saved-tensor hooks")
+@row("I6", why="saved-tensor hooks")
 def test_saved_tensor_hooks_keep_the_numbers_right(impl):
     packed = []
 
@@ -214,7 +214,7 @@ def test_saved_tensor_hooks_keep_the_numbers_right(impl):
     same(grads(module), {name: 2 * g for name, g in grads(plain).items()})
 
 
-@row("I: thread-local state: saved-tensor hooks")
+@row("I6", why="saved-tensor hooks")
 def test_saved_tensor_hooks_reach_replica_0(fast):
     """And it alone: unpacking order makes carrying them further unsafe."""
     seen = set()
@@ -229,7 +229,7 @@ def test_saved_tensor_hooks_reach_replica_0(fast):
     assert seen == {threading.get_ident()}
 
 
-@row("I: thread-local state: anomaly mode")
+@row("I6", why="anomaly mode")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.filterwarnings("ignore:Error detected in")
 def test_anomaly_mode(impl):
@@ -242,7 +242,7 @@ def test_anomaly_mode(impl):
 # Random numbers.
 
 
-@row("I: CPU RNG in threads; dropout alike across replicas")
+@row("I4", "I5")
 def test_dropout_runs_and_masks(impl):
     dp = impl.wrap(nn.Dropout(0.5), 4)
     for _ in range(5):
@@ -251,7 +251,7 @@ def test_dropout_runs_and_masks(impl):
     same(dp.eval()(torch.ones(8, 9)), torch.ones(8, 9))
 
 
-@row("I: CPU RNG in threads")
+@row("I4")
 def test_dropout_backward_uses_the_masks_of_forward(impl):
     x = torch.ones(64, 4).double().requires_grad_()
     out = impl.wrap(nn.Dropout(0.5), 3)(x)

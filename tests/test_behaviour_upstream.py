@@ -11,7 +11,7 @@ from torch import nn
 row = pytest.mark.row
 
 
-@row("K: test_data_parallel_rnn")
+@row("K2")
 def test_one_training_step_of_an_lstm(impl):
     class Model(nn.Module):
         def __init__(self):
@@ -36,7 +36,7 @@ def test_one_training_step_of_an_lstm(impl):
         close(dp(x), plain(x))
 
 
-@row("K: test_parallel_apply")
+@row("K4")
 @pytest.mark.parametrize("bare", [True, False])
 def test_parallel_apply(impl, bare):
     modules = [linear(k).to(impl.device(k)) for k in range(2)]
@@ -49,7 +49,7 @@ def test_parallel_apply(impl, bare):
         assert out.device == impl.device(k)
 
 
-@row("K: test_parallel_apply: keywords, one module, wrong lengths")
+@row("K4", why="keywords, one module, wrong lengths")
 def test_parallel_apply_arguments(impl):
     run = impl.api.parallel_apply
     forward = lambda s, x, k=1: s.lin(x) * k  # noqa: E731
@@ -65,7 +65,7 @@ def test_parallel_apply_arguments(impl):
             run([module, module], *wrong)
 
 
-@row("K: test_parallel_apply_autocast")
+@row("K5")
 def test_parallel_apply_under_autocast(impl):
     modules = [linear(k).float().to(impl.device(k)) for k in range(2)]
     inputs = [ints(2, 3).float().to(impl.device(k)) for k in range(2)]
@@ -75,7 +75,7 @@ def test_parallel_apply_under_autocast(impl):
         same(out, linear(k)(ints(2, 3)).bfloat16())
 
 
-@row("K: test_parallel_apply_passes_exception")
+@row("K6")
 def test_parallel_apply_passes_the_exception(impl):
     class Raises(nn.Module):
         def forward(self, x):
@@ -87,7 +87,7 @@ def test_parallel_apply_passes_the_exception(impl):
         impl.api.parallel_apply(modules, [x, x], None, impl.ids(2))
 
 
-@row("K: test_data_parallel_multiple_input")
+@row("K7")
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_tensors_float_and_optional_keyword(impl, n):
     def forward(self, a, b, scale, c=None):
@@ -108,7 +108,7 @@ def test_tensors_float_and_optional_keyword(impl, n):
     same(impl.api.data_parallel(module, (a, b, 2.5), impl.ids(n)), plain(a, b, 2.5))
 
 
-@row("K: test_data_parallel_sparse")
+@row("K13")
 @pytest.mark.parametrize("n", [2, 3])
 def test_sparse_embedding_functional(impl, n):
     module, plain = exact(nn.Embedding(10, 5, sparse=True)), exact(nn.Embedding(10, 5, sparse=True))
@@ -119,7 +119,7 @@ def test_sparse_embedding_functional(impl, n):
     same(module.weight.grad.coalesce().to_dense(), plain.weight.grad.to_dense())
 
 
-@row("K: test_data_parallel_nested_output")
+@row("K14")
 def test_nested_output(impl):
     kinds = (
         lambda x: (x, [x, x]),
@@ -132,14 +132,14 @@ def test_nested_output(impl):
         same(impl.wrap(Apply(lambda s, x, make=make: make(x)), 2)(x), make(x))
 
 
-@row("K: test_data_parallel_nested_input")
+@row("K15")
 def test_nested_input(impl):
     module = Apply(lambda s, pair: s.lin(pair[0]) + pair[1][0])
     x = ints(4, 3)
     same(impl.wrap(module, 2)((x, (x[:, :2],))), linear()(x) + x[:, :2])
 
 
-@row("K: test_data_parallel_module_zero_inputs")
+@row("K16")
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_forward_without_arguments_trains(impl, n):
     module = Apply(lambda s: s.w * 2)
@@ -150,7 +150,7 @@ def test_forward_without_arguments_trains(impl, n):
     same(module.w.grad, torch.full((2, 2), 2.0).double())
 
 
-@row("K: test_data_parallel_function_deletion")
+@row("K18")
 def test_penalty_with_graph_nodes_dropped(impl):
     """The gradient penalty keeps only what autograd holds: every wrapper-side name is gone."""
 
@@ -182,7 +182,7 @@ def test_penalty_with_graph_nodes_dropped(impl):
             close(grads(module)[name], gradient)
 
 
-@row("K: test_scatter_cpu / test_scatter_gpu")
+@row("K19")
 @pytest.mark.parametrize("shape, n", [((4, 4), 2), ((5, 4), 2), ((7, 2), 3), ((2, 2), 4)])
 def test_scatter_and_its_derivatives(impl, shape, n):
     x = ints(*shape, grad=True)
@@ -199,7 +199,7 @@ def test_scatter_and_its_derivatives(impl, shape, n):
     assert torch.autograd.gradgradcheck(lambda t: impl.api.scatter(t, impl.ids(n)), (double,))
 
 
-@row("K: test_gather_cpu / test_gather_gpu")
+@row("K21")
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3, 2), (0, 2)])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_gather_and_its_derivatives(impl, sizes, dim):
@@ -220,7 +220,7 @@ def test_gather_and_its_derivatives(impl, sizes, dim):
     assert torch.autograd.gradgradcheck(lambda *t: impl.api.gather(t, impl.home_id, dim), doubles)
 
 
-@row("K: test_gather_cpu / test_gather_gpu: scalars become a vector")
+@row("K21", why="scalars become a vector")
 def test_gather_of_scalars(impl):
     parts = [torch.tensor(float(k), device=impl.device(k), requires_grad=True) for k in range(3)]
     with pytest.warns(UserWarning, match="scalars"):
@@ -231,14 +231,14 @@ def test_gather_of_scalars(impl):
     assert all(p.grad.shape == () for p in parts)
 
 
-@row("K: test_gather_different_len_dicts")
+@row("K22")
 def test_gather_of_dicts_of_unequal_length(impl):
     one = torch.ones(1, device=impl.home)
     with pytest.raises(ValueError, match="same number of keys"):
         impl.api.gather([{"a": one}, {"a": one, "b": one}], impl.home_id)
 
 
-@row("K: test_replicate")
+@row("K23")
 @pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("detach", [True, False])
 def test_replicate(impl, kind, detach):
@@ -256,12 +256,12 @@ def test_replicate(impl, kind, detach):
         same(grads(module), grads(plain))
 
 
-@row("K: test_replicate: no devices")
+@row("K23", why="no devices")
 def test_replicate_to_nothing(impl):
     assert impl.api.replicate(linear(), []) == []
 
 
-@row("K: test_replicate_buffers")
+@row("K24")
 def test_replicate_buffers(impl):
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(impl.home)
     replicas = impl.api.replicate(module, impl.ids(2))
@@ -273,7 +273,7 @@ def test_replicate_buffers(impl):
             assert (buffer.data_ptr() == base.data_ptr()) == (rank == 0)
 
 
-@row("K: test_strided_grad_layout")
+@row("K28")
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 def test_convolutions_over_two_steps(impl, memory):
     def make():
@@ -297,7 +297,7 @@ def test_convolutions_over_two_steps(impl, memory):
             )
 
 
-@row("K: test_data_parallel_module_kwargs_only_empty_list / _empty_dict / _empty_tuple")
+@row("K32")
 @pytest.mark.parametrize("empty", [[], {}, ()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 def test_kwargs_only_with_an_empty_container(impl, empty, dtype):

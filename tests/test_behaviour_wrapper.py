@@ -13,7 +13,7 @@ from torch import nn
 row = pytest.mark.row
 
 
-@row("F: `module.` prefix")
+@row("F1")
 def test_state_dict_has_the_prefix(impl):
     module = Net()
     dp = impl.wrap(module, 2)
@@ -29,7 +29,7 @@ def test_state_dict_has_the_prefix(impl):
         Net().load_state_dict(dp.state_dict())
 
 
-@row("F: attribute access; other methods (`generate`, `train_step`)")
+@row("F2", "F3")
 def test_attributes_are_not_forwarded(impl):
     module = Net()
     module.config = {"a": 1}
@@ -41,7 +41,7 @@ def test_attributes_are_not_forwarded(impl):
     same(dp.module.generate(ints(4, 3).to(impl.home)), Net()(ints(4, 3)) * 2)
 
 
-@row("F: pickle / deepcopy / torch.save of wrapper")
+@row("F4")
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 @pytest.mark.parametrize("used", [False, True])
 def test_copies_of_the_wrapper(impl, how, used):
@@ -77,7 +77,7 @@ def test_copies_of_the_wrapper(impl, how, used):
     same(dp(x), Net()(x))
 
 
-@row("F: pickle / deepcopy / torch.save of wrapper")
+@row("F4")
 def test_options_survive_a_copy(fast):
     dp = fast.wrap(Apply(lambda s, x: s.lin(x)), 2, unused_grad="none")
     dp.module.idle = linear().to(fast.home)
@@ -87,7 +87,7 @@ def test_options_survive_a_copy(fast):
     assert twin.module.lin.weight.grad is not None
 
 
-@row("F: isinstance / type checks")
+@row("F5")
 def test_is_a_real_subclass(fast):
     dp = fast.wrap(linear(), 2)
     assert isinstance(dp, nn.DataParallel) and issubclass(fast.api.DataParallel, nn.DataParallel)
@@ -95,7 +95,7 @@ def test_is_a_real_subclass(fast):
     assert fast.api.DataParallel.__name__ == "DataParallel"
 
 
-@row("F: isinstance / type checks")
+@row("F5")
 def test_the_attributes_libraries_read(impl):
     dp = impl.wrap(linear(), 3, dim=1)
     assert list(dp.device_ids) == impl.ids(3) or [torch.device(d) for d in dp.device_ids] == [
@@ -106,7 +106,7 @@ def test_the_attributes_libraries_read(impl):
     assert "Linear" in repr(dp)
 
 
-@row("F: weights not on device_ids[0]")
+@row("F6")
 def test_weights_that_left_the_home_device(impl):
     module = Net()
     dp = impl.wrap(module, 2)
@@ -121,7 +121,7 @@ def test_weights_that_left_the_home_device(impl):
     assert dp(ints(4, 3)).shape == (4, 2)
 
 
-@row("F: weights not on device_ids[0]")
+@row("F6")
 def test_a_buffer_that_left_the_home_device(impl):
     module = linear()
     module.register_buffer("b", torch.zeros(2))
@@ -131,7 +131,7 @@ def test_a_buffer_that_left_the_home_device(impl):
         dp(ints(4, 3))
 
 
-@row("F: device_ids as torch.device, tuples")
+@row("K17")
 def test_spellings_of_device_ids(fast):
     spelled = [torch.device("cpu"), "cpu", torch.device("cpu")]
     if fast.home.type == "cuda":
@@ -142,7 +142,7 @@ def test_spellings_of_device_ids(fast):
         assert len(dp.device_ids) == 3
 
 
-@row("F: visible-device confusion")
+@row("F8")
 @pytest.mark.parametrize("bad", [0, None, 1.5, "meta", "nonsense", "cuda:99"])
 def test_bad_device_ids_are_refused(fast, bad):
     """Beside "cpu", which says that the ids are meant: without a GPU torch ignores all ids."""
@@ -150,7 +150,7 @@ def test_bad_device_ids_are_refused(fast, bad):
         fast.api.DataParallel(linear(), device_ids=["cpu", bad])
 
 
-@row("F: CPU only / one device / empty list")
+@row("F9")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="device_ids=None means the GPUs here")
 @pytest.mark.parametrize("ids", [None, []])
 def test_without_a_gpu_the_module_is_called_directly(fast, ids):
@@ -165,7 +165,7 @@ def test_without_a_gpu_the_module_is_called_directly(fast, ids):
     same(module.lin.bias.grad, torch.full((2,), 4.0).double())
 
 
-@row("F: CPU only / one device / empty list")
+@row("F9")
 def test_one_device_calls_the_module_itself(impl):
     seen = []
     module = Apply(lambda s, x: seen.append((s, threading.get_ident())) or s.lin(x))
@@ -174,7 +174,6 @@ def test_one_device_calls_the_module_itself(impl):
     assert seen == [(module, threading.get_ident())] and threading.active_count() == before
 
 
-@row("F: options")
 def test_options_are_keyword_only_and_checked(fast):
     with pytest.raises(TypeError):
         fast.api.DataParallel(linear(), fast.ids(2), None, 0, "none")
@@ -185,7 +184,6 @@ def test_options_are_keyword_only_and_checked(fast):
             fast.wrap(linear(), 2, bucket_bytes=value)
 
 
-@row("F: options")
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 30])
 def test_any_bucket_size_gives_the_same_numbers(fast, bucket_bytes):
     module, plain = Net(), Net()
@@ -197,7 +195,7 @@ def test_any_bucket_size_gives_the_same_numbers(fast, bucket_bytes):
     same(grads(module), grads(plain))
 
 
-@row("F: nested DP, DP in each DDP process; L: nested wrappers")
+@row("F11")
 def test_nested_wrappers(impl):
     module, plain = Net(), Net()
     dp = impl.wrap(impl.wrap(module, 2), 2)
@@ -208,7 +206,7 @@ def test_nested_wrappers(impl):
     same(grads(module), grads(plain))
 
 
-@row("F: nested DP; PITFALLS: a nested wrapper found on a replica calls its module")
+@row("F11")
 def test_nested_wrapper_does_not_split_again(fast):
     sizes = []
     inner = Apply(lambda s, x: sizes.append(x.size(0)) or s.lin(x))
@@ -216,7 +214,7 @@ def test_nested_wrapper_does_not_split_again(fast):
     assert sizes == [4, 4]
 
 
-@row("F: nested DP, DP in each DDP process; L: nested wrappers")
+@row("F11")
 def test_wrapper_below_a_plain_module_below_a_wrapper(impl):
     module, plain = Net(), Net()
     dp = impl.wrap(nn.Sequential(nn.Sequential(impl.wrap(module, 2)), nn.Identity()), 2)
@@ -226,7 +224,7 @@ def test_wrapper_below_a_plain_module_below_a_wrapper(impl):
     same(grads(module), grads(plain))
 
 
-@row("F: auto-wrapping by libraries")
+@row("F12")
 def test_trainer_like_loop(fast):
     """Dict inputs by keyword, a ragged last batch, a ModelOutput with a scalar loss, `.module`."""
     import test_behaviour_outputs as outputs
@@ -255,7 +253,7 @@ def test_trainer_like_loop(fast):
     assert getattr(dp, "module", dp) is module
 
 
-@row("F: train/eval switching, no_grad, inference")
+@row("F13")
 def test_modes_reach_the_replicas(impl):
     seen = []
 
@@ -278,7 +276,7 @@ def test_modes_reach_the_replicas(impl):
     assert seen == [(True, False, True)] * 2
 
 
-@row("F: train/eval switching, no_grad, inference; L: inference_mode")
+@row("F13")
 def test_inference_then_training(impl):
     module, plain = Net(), Net()
     dp = impl.wrap(module, 2)
@@ -295,7 +293,7 @@ def test_inference_then_training(impl):
     same(grads(module), grads(plain))
 
 
-@row("F: train/eval switching, no_grad, inference; mutant: buffers pooled under inference mode")
+@row("F13", why="mutant: buffers pooled under inference mode")
 def test_buckets_of_inference_do_not_reach_training(fast):
     """Memory first taken under inference mode would be refused by autograd in the next step."""
     seen = []
@@ -312,7 +310,7 @@ def test_buckets_of_inference_do_not_reach_training(fast):
     same(module.lin.weight.grad, 2 * plain.weight.grad)
 
 
-@row("F: other: moves and casts of the wrapper")
+@row("L9", "L10")
 def test_wrapper_moves_and_casts(impl):
     module = Net()
     dp = impl.wrap(module, 2)

@@ -130,7 +130,7 @@ def expected(x):
     return out.detach(), grads(net)
 
 
-@row("I: Ctrl-C")
+@row("I3")
 @pytest.mark.parametrize("step", ["first forward", "forward", "forward and backward"])
 def test_a_wrapper_survives_an_interrupt_anywhere(step, monkeypatch):
     unraisable = errors_of_destructors(monkeypatch)
@@ -170,7 +170,7 @@ def test_a_wrapper_survives_an_interrupt_anywhere(step, monkeypatch):
     assert all(ref() is None for ref in refs)
 
 
-@row("I: Ctrl-C")
+@row("I3")
 def test_data_parallel_survives_an_interrupt_anywhere(monkeypatch):
     """Its replicas stand in a table of the package's, not in a wrapper that could be dropped."""
     x = ints(4, 3)
@@ -189,7 +189,7 @@ def test_data_parallel_survives_an_interrupt_anywhere(monkeypatch):
     assert point > ENOUGH
 
 
-@row("I: Ctrl-C")
+@row("I3")
 def test_the_late_replica_of_an_interrupted_forward_writes_nowhere(fast):
     """Its forward goes on for a while after the caller has left; the next one gets other replicas
     and another thread."""

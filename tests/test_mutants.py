@@ -24,7 +24,7 @@ row = pytest.mark.row
 # Version counters and storage.
 
 
-@row("mutant: one version counter for all parameters of a bucket")
+@row("D6", why="mutant: one version counter for all parameters of a bucket")
 @pytest.mark.parametrize("n", [2, 3])
 def test_in_place_change_of_one_parameter_leaves_the_others_valid(impl, n):
     def forward(self, x):
@@ -48,7 +48,7 @@ def test_in_place_change_of_one_parameter_leaves_the_others_valid(impl, n):
     same(module.other.weight, 2 * linear(seed=3).weight)
 
 
-@row("mutant: one version counter for all buffers of a bucket")
+@row("A12", why="mutant: one version counter for all buffers of a bucket")
 def test_in_place_change_of_one_buffer_leaves_the_others_valid(impl):
     def forward(self, x):
         y = self.lin(x) * self.scale
@@ -63,7 +63,10 @@ def test_in_place_change_of_one_buffer_leaves_the_others_valid(impl):
     same(module.count, torch.ones(2).double())
 
 
-@row("mutant: p.data in replica 0: an older graph is silently wrong after an in-place update")
+@row(
+    "D6",
+    why="mutant: p.data in replica 0: an older graph is silently wrong after an in-place update",
+)
 def test_graph_through_replica_0_is_refused_after_an_update(impl):
     caught = {}
     module = Apply(lambda s, x: caught.setdefault(int(x[0, 0]), s.lin(x) ** 2))
@@ -75,7 +78,7 @@ def test_graph_through_replica_0_is_refused_after_an_update(impl):
         caught[0].sum().backward()
 
 
-@row("mutant: a copy shares memory with the base or with another replica")
+@row("D6", why="mutant: a copy shares memory with the base or with another replica")
 def test_copies_share_no_memory(impl):
     seen = []
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
@@ -93,7 +96,7 @@ def test_copies_share_no_memory(impl):
     assert len(set(flat)) == len(flat) == 9
 
 
-@row("mutant: a bucket overwritten while an older graph still reads it")
+@row("D6", why="mutant: a bucket overwritten while an older graph still reads it")
 def test_graphs_of_several_steps_keep_their_copies(impl):
     """Only the copies' outputs are used; each graph has the weights of its own forward."""
     caught = []
@@ -119,7 +122,7 @@ def test_graphs_of_several_steps_keep_their_copies(impl):
 # Containers.
 
 
-@row("mutant: nested containers split twice")
+@row("B8", why="mutant: nested containers split twice")
 def test_nested_tensors_are_split_once(impl):
     shapes = []
 
@@ -134,7 +137,7 @@ def test_nested_tensors_are_split_once(impl):
     same(out, {"out": [x, (x, [x])]})
 
 
-@row("mutant: 0-dim tensors")
+@row("C1", why="mutant: 0-dim tensors")
 def test_zero_dim_outputs_beside_others(impl):
     with pytest.warns(UserWarning, match="scalars"):
         out = impl.wrap(Apply(lambda s, x: (x.sum(), [x, x.max()], {"k": x.min()})), 2)(ints(4, 3))
@@ -143,7 +146,7 @@ def test_zero_dim_outputs_beside_others(impl):
     same(out, (stack(torch.sum), [ints(4, 3), stack(torch.max)], {"k": stack(torch.min)}))
 
 
-@row("mutant: 0-dim on one replica only")
+@row("C1", why="mutant: 0-dim on one replica only")
 def test_zero_dim_output_of_one_replica_is_refused(impl):
     with pytest.raises((RuntimeError, IndexError)):
         impl.wrap(Apply(lambda s, x: x.sum() if x.size(0) == 1 else x[:, 0]), 2)(ints(3, 3))
@@ -157,7 +160,7 @@ class Negated(nn.Linear):
         return -super().forward(x)
 
 
-@row("mutant: type or tree changes unseen")
+@row("D10", why="mutant: type or tree changes unseen")
 def test_class_edit_is_seen(impl):
     module = linear()
     dp = impl.wrap(module, 2)
@@ -170,7 +173,7 @@ def test_class_edit_is_seen(impl):
     same(dp(x), want)
 
 
-@row("mutant: type or tree changes unseen")
+@row("D10", why="mutant: type or tree changes unseen")
 def test_class_edit_of_a_child_is_seen(impl):
     module = Net()
     dp = impl.wrap(module, 2)
@@ -181,7 +184,7 @@ def test_class_edit_of_a_child_is_seen(impl):
     same(dp(x), -want)
 
 
-@row("mutant: type or tree changes unseen")
+@row("D10", why="mutant: type or tree changes unseen")
 def test_renamed_swapped_and_removed_children_are_seen(impl):
     a, b = exact(nn.Linear(3, 3)), exact(nn.Linear(3, 3), seed=4)
     module = nn.Sequential(a, b)
@@ -205,7 +208,7 @@ def test_renamed_swapped_and_removed_children_are_seen(impl):
     check()
 
 
-@row("mutant: type or tree changes unseen")
+@row("D10", why="mutant: type or tree changes unseen")
 def test_parameter_names_that_change_are_seen(fast):
     module = Apply(lambda s, x: x * sum(p for name, p in s.named_parameters() if "." not in name))
     module.a = nn.Parameter(torch.ones(3).double())
@@ -219,7 +222,7 @@ def test_parameter_names_that_change_are_seen(fast):
     same(dp(x), x * 3)
 
 
-@row("mutant: hooks, flags and methods of the base unseen after the first forward")
+@row("A16", why="mutant: hooks, flags and methods of the base unseen after the first forward")
 def test_instance_dict_edits_are_seen(impl):
     module = linear()
     dp = impl.wrap(module, 2)
@@ -243,7 +246,7 @@ def test_instance_dict_edits_are_seen(impl):
 # Replicas that outlive their forward.
 
 
-@row("mutant: a refreshed replica under a checkpoint that has yet to recompute")
+@row("D16", why="mutant: a refreshed replica under a checkpoint that has yet to recompute")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_checkpoint_survives_other_forwards(impl, reentrant):
@@ -269,7 +272,7 @@ def test_checkpoint_survives_other_forwards(impl, reentrant):
     same(grads(module.net), grads(plain))
 
 
-@row("mutant: a replica held by user code is refreshed under it")
+@row("D6", why="mutant: a replica held by user code is refreshed under it")
 def test_a_held_replica_is_left_alone(fast):
     held = []
     module = Apply(lambda s, x: held.append(s) or s.lin(x))
@@ -285,7 +288,7 @@ def test_a_held_replica_is_left_alone(fast):
     assert not set(map(id, first)) & set(map(id, held[2:]))
 
 
-@row("mutant: an inner module held by user code is refreshed under it")
+@row("D6", why="mutant: an inner module held by user code is refreshed under it")
 def test_a_held_inner_module_is_left_alone(fast):
     held = []
     module = Net()
@@ -304,7 +307,7 @@ def test_a_held_inner_module_is_left_alone(fast):
     same(first[others[0]].weight, weights[others[0]])
 
 
-@row("mutant: emptied replicas: one that escaped keeps working")
+@row("D6", why="mutant: emptied replicas: one that escaped keeps working")
 def test_an_escaped_replica_still_computes(fast):
     held = []
     dp = fast.wrap(Apply(lambda s, x: held.append(s) or s.lin(x)), 2)
@@ -313,7 +316,7 @@ def test_an_escaped_replica_still_computes(fast):
         same(replica(ints(2, 3).to(replica.lin.weight.device)), linear()(ints(2, 3)))
 
 
-@row("mutant: replicas keep last step's tensors alive between steps")
+@row("G3", why="mutant: replicas keep last step's tensors alive between steps")
 def test_attributes_set_in_forward_are_let_go(fast):
     refs = []
 
@@ -332,14 +335,14 @@ def test_attributes_set_in_forward_are_let_go(fast):
 # Gradients.
 
 
-@row("mutant: requires_grad of the wrapper's output without a parameter that needs it")
+@row("D2", why="mutant: requires_grad of the wrapper's output without a parameter that needs it")
 def test_outputs_of_a_frozen_net_need_no_grad(impl):
     module = Net().requires_grad_(False)
     out = impl.wrap(module, 2)(ints(4, 3))
     assert not out.requires_grad and out.grad_fn is None
 
 
-@row("mutant: zeros for unused parameters make a second derivative fail")
+@row("D3", why="mutant: zeros for unused parameters make a second derivative fail")
 def test_second_derivative_beside_unused_parameters(impl):
     module, plain = Net(), Net()
     for m in (module, plain):
@@ -358,7 +361,7 @@ def test_second_derivative_beside_unused_parameters(impl):
     assert idle is None or not idle.any()
 
 
-@row("mutant: a missing gradient in the derivative of a reduction")
+@row("D3", why="mutant: a missing gradient in the derivative of a reduction")
 @pytest.mark.parametrize("unused_grad", ["zero", "none"])
 def test_second_derivative_of_parameter_gradients_beside_unused_ones(fast, unused_grad):
     module, plain = Net(), Net()
@@ -376,7 +379,7 @@ def test_second_derivative_of_parameter_gradients_beside_unused_ones(fast, unuse
     assert module.idle.weight.grad is None or not module.idle.weight.grad.any()
 
 
-@row("mutant: reduction order by arrival instead of by rank")
+@row("D8", why="mutant: reduction order by arrival instead of by rank")
 def test_sums_are_the_same_bits_every_time(fast):
     """fp32 values whose sum depends on order, replicas that finish in any order."""
     module = nn.Linear(3, 2)

@@ -146,7 +146,7 @@ def spans():
     return forward, notes
 
 
-@row("I: threads; short forwards take turns")
+@row("J2", why="threads; short forwards take turns")
 @pytest.mark.usefixtures("patient")
 def test_short_forwards_take_turns(clock):
     forward, notes = spans()
@@ -158,7 +158,7 @@ def test_short_forwards_take_turns(clock):
         assert notes == [(what, rank) for rank in range(4) for what in ("start", "end")]
 
 
-@row("I: threads; long forwards run at once")
+@row("J2", why="threads; long forwards run at once")
 @pytest.mark.usefixtures("patient")
 def test_long_forwards_run_at_once(clock):
     """Each waits for all others; with turns they would wait for long, and the barrier breaks."""
@@ -175,7 +175,7 @@ def test_long_forwards_run_at_once(clock):
     assert not dp._fastdp_runtime.teams.pace._gave_up
 
 
-@row("I: threads; replicas that wait for each other")
+@row("J2", why="threads; replicas that wait for each other")
 def test_short_forwards_that_wait_for_each_other_do_not_hang(clock, monkeypatch):
     """The case of batch norm synchronised by queues. Taking turns is given up, for good: after
     the first such call nothing is waited for any more."""
@@ -197,7 +197,7 @@ def test_short_forwards_that_wait_for_each_other_do_not_hang(clock, monkeypatch)
         same(dp(ranked(3)).detach(), linear()(ranked(3)).detach())
 
 
-@row("I: threads; short forwards take turns: an error in one")
+@row("J2", why="threads; short forwards take turns: an error in one")
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.usefixtures("patient")
 def test_an_error_passes_the_turn_on(clock, rank):
@@ -217,7 +217,7 @@ def test_an_error_passes_the_turn_on(clock, rank):
     same(dp(ranked(3)).detach(), linear()(ranked(3)).detach())
 
 
-@row("I: Ctrl-C; short forwards take turns")
+@row("I3", why="short forwards take turns")
 @pytest.mark.usefixtures("patient")
 def test_an_interrupt_ends_those_that_wait_for_their_turn(clock):
     interrupted, ran = [], []

@@ -21,7 +21,7 @@ class Turncoat(nn.Linear):
         return nn.Linear.forward(self, x)
 
 
-@row("A: attributes / counters set in forward")
+@row("A10")
 def test_a_class_changed_in_forward_does_not_stick(impl):
     module = exact(Turncoat(3, 2))
     dp = impl.wrap(module, 2)
@@ -77,7 +77,7 @@ def keeps_several(self, x):
 LEFT = [keeps_alias, keeps_itself, keeps_method, keeps_own_method, keeps_in_child, keeps_several]
 
 
-@row("A: attributes / counters set in forward; G: replicas are kept")
+@row("A10", "J1")
 @pytest.mark.parametrize("forward", LEFT)
 @pytest.mark.parametrize("n", [2, 3])
 def test_aliases_left_by_a_forward_do_not_use_up_replicas(fast, forward, n):
@@ -95,7 +95,7 @@ def test_aliases_left_by_a_forward_do_not_use_up_replicas(fast, forward, n):
         assert "parent" not in replica.lin.__dict__
 
 
-@row("A: attributes / counters set in forward; G: replicas are kept")
+@row("A10", "J1")
 @pytest.mark.parametrize("forward", LEFT)
 def test_a_replica_held_outside_as_well_is_left_alone(fast, forward):
     """The counterpart: counting its own names for a module must not hide somebody else's."""
@@ -117,7 +117,7 @@ def test_a_replica_held_outside_as_well_is_left_alone(fast, forward):
     assert all(each.weight is not None for each in kept)
 
 
-@row("G: replicas are kept")
+@row("J1")
 def test_an_alias_that_cannot_be_counted_stays_bounded(fast):
     """In a list it looks like somebody else's: new replicas, but never more than a few."""
 
@@ -132,7 +132,7 @@ def test_an_alias_that_cannot_be_counted_stays_bounded(fast):
     assert len(alive) <= 2 * 3
 
 
-@row("A: bound methods made in __init__; G: replicas are kept")
+@row("A8", "J1")
 @pytest.mark.parametrize("forward", LEFT)
 def test_methods_of_the_base_beside_aliases(fast, forward):
     module, alive = counted(forward)
@@ -143,7 +143,7 @@ def test_methods_of_the_base_beside_aliases(fast, forward):
         assert len(alive) == 2
 
 
-@row("A: bound methods made in __init__; G: replicas are kept")
+@row("A8", "J1")
 def test_methods_of_the_base_are_bound_anew_and_counted(fast):
     module, alive = counted(lambda self, x: self.first(x))
     module.first = module.lin.forward
@@ -154,7 +154,7 @@ def test_methods_of_the_base_are_bound_anew_and_counted(fast):
         assert len(alive) == 2
 
 
-@row("G: leaks; hand-written forward")
+@row("G3", why="hand-written forward")
 def test_a_hand_written_forward_without_gather_keeps_memory_flat(fast):
     class Hand(fast.api.DataParallel):
         def forward(self, *inputs):

@@ -73,7 +73,7 @@ def model(way):
     return module
 
 
-@row("G: leaks: data_parallel keeps no module alive")
+@row("G3", why="leaks: data_parallel keeps no module alive")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("train", [True, False])
 def test_data_parallel_lets_modules_and_threads_go(fast, way, train):
@@ -95,7 +95,7 @@ def test_data_parallel_lets_modules_and_threads_go(fast, way, train):
     assert ends(lambda: workers() <= before), "threads live on"
 
 
-@row("G: leaks")
+@row("G3")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_wrapper_lets_its_module_and_threads_go(fast, way):
     gc.collect()
@@ -109,7 +109,7 @@ def test_a_wrapper_lets_its_module_and_threads_go(fast, way):
     assert ends(lambda: workers() <= before), "threads live on"
 
 
-@row("G: replicas are kept: data_parallel")
+@row("J1", why="replicas are kept: data_parallel")
 def test_data_parallel_keeps_replicas_and_fills_them_again(fast):
     """Stripped of all that came from the module, they get it back, and see its edits."""
     alive, seen = weakref.WeakSet(), []
@@ -140,7 +140,7 @@ def test_data_parallel_keeps_replicas_and_fills_them_again(fast):
         assert set(replica.__dict__) == {"_parameters", "_buffers", "_modules"}
 
 
-@row("G: leaks: replicas that are held, in data_parallel")
+@row("G3", why="leaks: replicas that are held, in data_parallel")
 def test_data_parallel_drops_replicas_that_are_held(fast):
     kept, copies = [], []
 
@@ -159,7 +159,7 @@ def test_data_parallel_drops_replicas_that_are_held(fast):
     assert ends(lambda: ref() is None and all(copy() is None for copy in copies))
 
 
-@row("G: leaks: an interrupted or checkpointed forward")
+@row("G3", why="leaks: an interrupted or checkpointed forward")
 def test_replicas_that_are_let_go_late_lose_their_copies(fast):
     """Held when their forward ended, they go into another pool; let go, they are emptied at the
     next forward even though it runs on other replicas."""

@@ -46,7 +46,7 @@ def has_strange_keys(module):
     )
 
 
-@row("F: pickle of the wrapper; A: replica parameters() empty")
+@row("F4", "A1")
 @FROM_FILE
 def test_replicas_of_a_loaded_module_have_dictionaries_of_their_own(fast, through):
     module = through(normed())
@@ -59,7 +59,7 @@ def test_replicas_of_a_loaded_module_have_dictionaries_of_their_own(fast, throug
             assert own._is_replica and own._former_parameters is own._parameters
 
 
-@row("F: pickle of the wrapper; A: buffers of non-primary replicas lost")
+@row("F4", "A12")
 @FROM_FILE
 @pytest.mark.parametrize("n", [2, 3])
 def test_running_statistics_of_a_loaded_module(impl, through, n):
@@ -73,7 +73,7 @@ def test_running_statistics_of_a_loaded_module(impl, through, n):
     assert module[1].num_batches_tracked.item() == 2
 
 
-@row("F: pickle of the wrapper")
+@row("F4")
 @FROM_FILE
 def test_compile_of_a_loaded_module_reaches_no_replica(fast, through):
     net = through(Net())
@@ -100,7 +100,7 @@ def watch_forwards(net):
     return ran
 
 
-@row("H: torch.compile; A: patched forward on the instance")
+@row("E8", "A9")
 def test_compile_after_the_first_forward(fast):
     net = Net()
     ran = watch_forwards(net)
@@ -128,7 +128,7 @@ class Offset(nn.Module):
         return x * self.w + self.b
 
 
-@row("A: buffer rebinding instead of in-place; replica parameters() empty")
+@row("A13", "A1")
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_buffer_becomes_a_parameter_and_back(impl, frozen):
     """Frozen, the list of tensors is the same before and after; only the border moves."""
@@ -173,7 +173,7 @@ def tie(module, pair):
     return module
 
 
-@row("A: tied parameters")
+@row("D11")
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_other_ties_at_every_call(fast, bucket_bytes):
     module = Chain()
@@ -216,7 +216,7 @@ def told_buckets(module, bucket_of):
         tree.release()
 
 
-@row("A: tied parameters; the wait for a bucket")
+@row("D11", "H8", why="the wait for a bucket")
 def test_tied_modules_wait_for_the_bucket_of_their_tensor():
     ordinary = told_buckets(tie(Chain(), None), {0: 0, 1: 1, 2: 2})
     assert ordinary == {"": (-1, -1), "a": (0, -1), "b": (1, -1), "c": (2, -1)}
@@ -226,7 +226,7 @@ def test_tied_modules_wait_for_the_bucket_of_their_tensor():
     assert other == {"": (-1, -1), "a": (0, -1), "b": (1, -1), "c": (0, -1)}
 
 
-@row("A: the wait for a bucket: a tensor that is a parameter and a buffer, one that stands alone")
+@row("H8", "A12")
 def test_buffers_wait_for_their_bucket():
     module = linear()
     module._buffers["also"] = module.weight
@@ -238,7 +238,7 @@ def test_buffers_wait_for_their_bucket():
     assert told_buckets(module, {0: 0, 1: 0}) == {"": (0, -1)}
 
 
-@row("A: tied parameters")
+@row("D11")
 def test_ties_are_part_of_what_a_plan_is_made_for(fast):
     """The same tensors in the same order, tied elsewhere: who waits for what is another matter."""
 
@@ -282,7 +282,7 @@ def conjugated():
     return torch.tensor([1 + 2j, 3 + 4j], dtype=torch.complex128).conj()
 
 
-@row("A: buffers; precision: complex")
+@row("A12", why="buffers; precision: complex")
 @pytest.mark.parametrize("make", [negated_real, negated_complex, conjugated])
 @pytest.mark.parametrize("n", [2, 3])
 def test_lazily_negated_and_conjugated_buffers(fast, make, n):
@@ -295,7 +295,7 @@ def test_lazily_negated_and_conjugated_buffers(fast, make, n):
     same(module.b.resolve_neg().resolve_conj(), make().resolve_neg().resolve_conj())
 
 
-@row("A: buffers: an error that says which")
+@row("A12", why="buffers: an error that says which")
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantized_buffer_is_named(fast):
     module = nn.Sequential(linear())
@@ -308,7 +308,7 @@ def test_a_quantized_buffer_is_named(fast):
     same(dp(ints(4, 3)).detach(), linear()(ints(4, 3)).detach())
 
 
-@row("A: parameters: an error that says which")
+@row("A1", why="parameters: an error that says which")
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 @pytest.mark.parametrize("value", [7, "seven", [torch.ones(1)], np.ones(2)])
 def test_what_is_no_tensor_is_named(fast, kind, value):
@@ -325,7 +325,7 @@ def test_what_is_no_tensor_is_named(fast, kind, value):
     same(dp(ints(4, 3)).detach(), linear()(ints(4, 3)).detach())
 
 
-@row("A: parameters: an error that says which")
+@row("A1", why="parameters: an error that says which")
 def test_what_is_no_tensor_is_named_by_the_constructor(fast):
     module = linear()
     module._parameters["odd"] = 7
@@ -333,7 +333,7 @@ def test_what_is_no_tensor_is_named_by_the_constructor(fast):
         fast.api.DataParallel(module, fast.ids(2))
 
 
-@row("A: parameters that share memory with buffers")
+@row("A12", why="parameters that share memory with buffers")
 def test_a_tensor_that_is_parameter_and_buffer(fast):
     module = Offset()
     module._buffers["b"] = module.w

@@ -54,7 +54,7 @@ def on_threads(count, run, seconds=30):
     return results
 
 
-@row("B: unused parameters get zeros; I: two threads use one wrapper")
+@row("D1", "I7")
 @pytest.mark.usefixtures("_switching")
 def test_first_forward_from_two_threads(fast):
     """Both make the wrapper's runtime; a forward that ended in the other one lost its zeros."""
@@ -69,7 +69,7 @@ def test_first_forward_from_two_threads(fast):
             same(out.detach(), linear()(x).detach())
 
 
-@row("B: unused parameters get zeros; I: two threads use one wrapper")
+@row("D1", "I7")
 def test_threads_that_make_the_runtime_at_once_share_it(fast):
     """The same with the race forced: both have seen that there is no runtime before either makes
     one."""
@@ -94,7 +94,7 @@ def test_threads_that_make_the_runtime_at_once_share_it(fast):
     assert len(got) > 2 and len(set(map(id, got))) == 1
 
 
-@row("I: two threads use one wrapper")
+@row("I7")
 @pytest.mark.usefixtures("_switching")
 def test_data_parallel_from_two_threads(fast):
     x, ids = ints(4, 3), fast.ids(2)
@@ -122,7 +122,7 @@ class Destructor:
                 self.errors.append(error)
 
 
-@row("I: calls inside calls: from a destructor")
+@row("I7", why="calls inside calls: from a destructor")
 def test_a_destructor_that_starts_a_forward_is_told_so(fast):
     """What a forward left in a replica dies while replicas are emptied, with their tree held."""
     heard, armed = [], [True]
@@ -149,7 +149,7 @@ def test_a_destructor_that_starts_a_forward_is_told_so(fast):
     assert dp._fastdp_runtime.leases() == []
 
 
-@row("I: calls inside calls: from a destructor")
+@row("I7", why="calls inside calls: from a destructor")
 def test_a_destructor_outside_the_making_may_start_a_forward(fast):
     heard, armed = [], [True]
 
@@ -166,7 +166,7 @@ def test_a_destructor_outside_the_making_may_start_a_forward(fast):
     same(heard[0], linear()(ints(4, 3)).detach())
 
 
-@row("B: unused parameters get zeros; F: overriding gather")
+@row("D1", "B13", why="overriding gather")
 @pytest.mark.parametrize("kept", [0, 1])
 def test_two_gathers_in_one_forward_keep_the_zeros(fast, kept):
     """A subclass that gathers some outputs apart from others, one of them without a graph: which
@@ -188,7 +188,7 @@ def test_two_gathers_in_one_forward_keep_the_zeros(fast, kept):
         assert dp._fastdp_runtime.leases() == []
 
 
-@row("B: unused parameters get zeros; F: overriding gather")
+@row("D1", "B13", why="overriding gather")
 def test_each_of_two_gathers_carries_the_zeros(fast):
     class Halves(fast.api.DataParallel):
         def gather(self, outputs, output_device):
@@ -252,7 +252,7 @@ assert torch.equal(outputs[0], want) and torch.equal(dp(x), want)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@row("H: fork, DataLoader; mutant: fork")
+@row("H7", why="mutant: fork")
 @pytest.mark.parametrize("used", [True, False])
 def test_fork_while_another_thread_makes_replicas(used):
     """The child has the lock, the mark and the held tree of a thread that it does not have."""
@@ -266,7 +266,7 @@ def test_fork_while_another_thread_makes_replicas(used):
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
 
 
-@row("I: calls inside calls; B: unused parameters get zeros")
+@row("I7", "D1", why="calls inside calls")
 @pytest.mark.parametrize("depth", [1, 2, 10])
 def test_a_wrapper_that_calls_itself_keeps_the_zeros(fast, depth):
     class Recursive(nn.Module):
@@ -287,7 +287,7 @@ def test_a_wrapper_that_calls_itself_keeps_the_zeros(fast, depth):
     same(dp(ints(4, 3), 0).detach(), linear()(ints(4, 3)).detach())
 
 
-@row("I: two threads use one wrapper")
+@row("I7")
 @pytest.mark.usefixtures("_switching")
 def test_a_lease_left_open_by_a_thread_that_ended(fast):
     """Replicas by hand on short-lived threads: the wrapper goes on as before."""

@@ -36,7 +36,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.slow
-@row("G: leaks, reference cycles: flat memory over 2,000 steps")
+@row("G3", why="flat memory over 2,000 steps")
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="no /proc")
 def test_two_thousand_steps(fast):
     module = Mixed()
@@ -75,7 +75,7 @@ def test_two_thousand_steps(fast):
     assert sizes[-1] - sizes[0] < 4 << 20, sizes
 
 
-@row("G: leaks, reference cycles: references")
+@row("G3", why="references")
 def test_reference_counts_are_flat(fast):
     """None, types and the base's own objects are borrowed from C: a wrong count shows here."""
     import sys

@@ -16,7 +16,6 @@ from torch import nn
 import fastdp
 from fastdp import _torch_compat
 
-row = pytest.mark.row
 PACKAGE = pathlib.Path(fastdp.__file__).parent
 SOURCES = sorted(PACKAGE.glob("*.py"))
 CORE = sorted((PACKAGE.parent / "csrc").glob("py_*.c"))
@@ -261,7 +260,6 @@ def test_all_but_one_are_promised():
     assert set(_torch_compat.PRIVATE) - set(PROMISED) == {"_make_subclass"}
 
 
-@row("H: other versions of torch")
 @pytest.mark.parametrize("name", PROMISED)
 def test_a_wrapper_works_without(fast, name, monkeypatch):
     x = ints(6, 3)
@@ -270,7 +268,6 @@ def test_a_wrapper_works_without(fast, name, monkeypatch):
         same(train(fast, x), want)
 
 
-@row("H: other versions of torch")
 def test_a_wrapper_works_without_any_of_them(fast, monkeypatch):
     x = ints(6, 3)
     want = train(fast, x)
@@ -284,7 +281,6 @@ class Named(nn.Parameter):
     """A class of a user's own."""
 
 
-@row("H: other versions of torch")
 @pytest.mark.parametrize("kind", [nn.Parameter, Named])
 def test_without_make_subclass(fast, kind, monkeypatch):
     """Ordinary parameters need it not; for others no way around is promised, nor wrong numbers."""
@@ -302,7 +298,6 @@ def test_without_make_subclass(fast, kind, monkeypatch):
     same(dp(x).detach(), want)
 
 
-@row("H: other versions of torch")
 def test_torch_func_raises_without_the_level_too(fast, monkeypatch):
     dp = fast.wrap(Apply(lambda self, x: self.lin(x)), 2)
     with without(monkeypatch, "maybe_current_level"), pytest.raises(RuntimeError):

@@ -57,7 +57,7 @@ PURE = st.integers(1, 7).flatmap(
 REPLICAS = st.integers(1, 5)
 
 
-@row("B: list / tuple argument recursed; dict-like inputs")
+@row("B8", "B11")
 @SETTINGS
 @hypothesis.given(case=CASES, n=REPLICAS)
 def test_scatter_is_torchs(fast, case, n):
@@ -67,7 +67,7 @@ def test_scatter_is_torchs(fast, case, n):
     same(list(got), list(want))
 
 
-@row("B: kwargs only; list / tuple argument recursed")
+@row("B4", "B8")
 @SETTINGS
 @hypothesis.given(case=CASES, n=REPLICAS, named=st.booleans())
 def test_scatter_kwargs_is_torchs(fast, case, n, named):
@@ -78,7 +78,7 @@ def test_scatter_kwargs_is_torchs(fast, case, n, named):
     same(tuple(map(tuple, got)), tuple(map(tuple, want)))
 
 
-@row("C: nested containers")
+@row("C11")
 @SETTINGS
 @hypothesis.given(case=PURE, n=REPLICAS)
 def test_gather_undoes_scatter(fast, case, n):
@@ -89,7 +89,7 @@ def test_gather_undoes_scatter(fast, case, n):
     same(oracle.gather(list(oracle.scatter(tree, list(range(n)))), 0), tree)
 
 
-@row("B, C: a forward that returns what it got")
+@row("L13")
 @SETTINGS
 @hypothesis.given(case=PURE, n=st.integers(2, 4))
 def test_identity_over_the_wrapper(fast, case, n):
@@ -98,7 +98,7 @@ def test_identity_over_the_wrapper(fast, case, n):
     same(dp(first, tree, k=tree), ((first, tree), {"k": tree}))
 
 
-@row("D: gradients through nested arguments and results")
+@row("B20", why="gradients through nested arguments and results")
 @SETTINGS
 @hypothesis.given(
     batch=st.integers(1, 6),
