@@ -1,6 +1,8 @@
 # make demo       trains a CNN on handwritten digits with two replicas on the CPU
 # make test       the whole test suite, the sanitizer runs and the CUDA compile
 # make core-test  the C core alone, without Python
+# make gpu-test   the C tests that need a GPU; several where there are several
+# make gpu-check  most of them under compute-sanitizer: memcheck, initcheck and synccheck
 # make clean      removes what the targets above made, .venv included
 #
 # PYTHON=python3.12 make ...  picks the interpreter. An active virtual environment that has a torch
@@ -11,7 +13,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test core-test python-test sanitizer-test cuda-test environment clean
+.PHONY: help demo test core-test python-test sanitizer-test cuda-test gpu-test gpu-check \
+        environment clean
 
 # Sets $$python, and what its builds need; written by `environment`.
 USE = source build/environment
@@ -81,21 +84,26 @@ sanitizer-test: environment
 	  done; \
 	  exit $$result
 
+GPU_MAKE = $(MAKE) --no-print-directory -s -C $(CURDIR)/tests/c -f gpu.mk
+
 # A machine without a GPU can still compile all kernels, link them, and import the result. With a
-# GPU the kernels are also run, each against the same call in plain C.
+# GPU the tests of tests/c/gpu.mk are also run.
 cuda-test: environment
 	@echo; echo "== The CUDA build"
 	@$(USE); if found=$$("$$python" build_tools/toolkit.py 2>&1); then \
 	  echo "$$found"; export FASTDP_CUDA=1; $(call BUILD_APART,build/cuda); \
 	  "$$python" -c 'import fastdp; assert fastdp.build_info()["cuda"], fastdp.build_info(); \
 	    print("built, linked and imported:", fastdp.__file__)'; \
-	  cd $(CURDIR)/build/cuda; nvcc=$$(cd $(CURDIR); "$$python" build_tools/toolkit.py --nvcc); \
-	  $${CC:-gcc} -std=c11 -D_GNU_SOURCE -O2 -c $(CURDIR)/kernels/ref*.c; \
-	  "$$nvcc" -std=c++17 -O2 -arch=native -DFDP_WITH_CUDA $(CURDIR)/tests/c/test_cuda.cu \
-	    $(CURDIR)/kernels/*.cu ref*.o -lpthread -o test_cuda; \
-	  if [ -e /dev/nvidiactl ]; then ./test_cuda; \
-	  else echo "test_cuda compiled; it was not run: there is no GPU"; fi; \
+	  if [ -e /dev/nvidiactl ]; then $(GPU_MAKE) PYTHON="$$python" test; \
+	  else $(GPU_MAKE) PYTHON="$$python" ARCH=sm_90 all; \
+	    echo "the tests for GPUs compiled; they were not run: there is no GPU"; fi; \
 	else echo "SKIPPED: $$found"; fi
+
+gpu-test:
+	@$(GPU_MAKE) PYTHON="$(PYTHON)" test
+
+gpu-check:
+	@$(GPU_MAKE) PYTHON="$(PYTHON)" check
 
 clean:
 	rm -rf build .venv *.egg-info .pytest_cache .hypothesis fastdp/*.so

@@ -1,8 +1,5 @@
-/* Each CUDA kernel against the same call in plain C, on random cases, then their rates. On a GPU:
- *
- *   cd tests/c && gcc -std=c11 -O2 -c ../../kernels/ref.c ../../kernels/ref_sum.c
- *   nvcc -std=c++17 -O2 -arch=native -DFDP_WITH_CUDA test_cuda.cu ../../kernels/copy.cu \
- *       ../../kernels/pack.cu ../../kernels/sum.cu ref.o ref_sum.o -o test_cuda && ./test_cuda
+/* Each CUDA kernel against the same call in plain C, on random cases, then their rates. `make
+ * gpu-test` builds and runs it; `test_cuda short` takes fewer rounds and measures nothing.
  *
  * A case is laid out in one arena of random bytes, once on the host and once on the GPU; the call
  * runs on both and the whole arenas must be equal after it: so a byte written outside a target is
@@ -168,9 +165,9 @@ static void test_sums(void) {
 }
 
 /* All pairs of one value with every other, for the rounding of 16-bit floats. */
-static void test_every_half(const case_dtype *type) {
+static void test_every_half(const case_dtype *type, int rounds) {
   static sum_list list;
-  for (int round = 0; round < 64; round++) {
+  for (int round = 0; round < rounds; round++) {
     list.count = list.address_count = 0;
     arena_clear();
     sum_add(&list, type, 65536, 2 + round % 2, 0, -1, 0);
@@ -194,10 +191,10 @@ static void test_every_half(const case_dtype *type) {
 
 /* ---- pack and unpack ---- */
 
-static void test_pack(void) {
+static void test_pack(int rounds) {
   enum { SEGMENTS = 450 };
   static fdp_segment on_gpu[SEGMENTS], on_host[SEGMENTS];
-  for (int round = 0; round < 120; round++) {
+  for (int round = 0; round < rounds; round++) {
     int count = round % 5 == 0 ? SEGMENTS : 1 + (int)case_below(30);
     bool is_shuffled = case_below(4) == 0, unpacks = round % 2;
     int64_t flat_bytes = 0;
@@ -241,11 +238,11 @@ static void test_pack(void) {
 
 /* ---- strided copies ---- */
 
-static void test_strided(void) {
+static void test_strided(int rounds) {
   enum { COPIES = 60 };
   static fdp_strided_copy on_gpu[COPIES], on_host[COPIES];
   static const int64_t items[] = {1, 2, 4, 8, 16, 3, 5, 12, 24, 100, 4096, 40001};
-  for (int round = 0; round < 600; round++) {
+  for (int round = 0; round < rounds; round++) {
     int count = round % 10 == 0 ? COPIES : 1 + (int)case_below(4);
     arena_clear();
     for (int i = 0; i < count; i++) {
@@ -277,17 +274,18 @@ static void test_strided(void) {
   }
 }
 
-int main(void) {
+int main(int argument_count, char **arguments) {
+  bool is_short = argument_count > 1 && strcmp(arguments[1], "short") == 0;
   need(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   need(cudaMallocHost((void **)&host, ARENA_BYTES), "host memory");
   need(cudaMallocHost((void **)&back, ARENA_BYTES), "host memory");
   need(cudaMalloc((void **)&device, ARENA_BYTES), "memory");
-  test_every_half(&case_dtypes[2]);
-  test_every_half(&case_dtypes[3]);
+  test_every_half(&case_dtypes[2], is_short ? 2 : 64);
+  test_every_half(&case_dtypes[3], is_short ? 2 : 64);
   test_sums();
-  test_pack();
-  test_strided();
-  measure_rates();
+  test_pack(is_short ? 30 : 120);
+  test_strided(is_short ? 60 : 600);
+  if (!is_short) measure_rates();
   printf("%d passed, %d failed\n", passed, failed);
   return failed > 0;
 }
