@@ -1,0 +1,35 @@
+"""Whole programs, as people write them around nn.DataParallel, with only that class replaced."""
+
+import importlib
+import os
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+
+@pytest.fixture(autouse=True)
+def _one_home():
+    """Libraries keep their files and their network to themselves."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture
+def library():
+    """library(name): the module; the test is skipped, with what is missing, where it is not."""
+
+    def find(name):
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            pytest.skip(f"{name} cannot be imported: {error}")
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def digits():
+    """(images, labels): scikit-learn's handwritten digits, (1797, 8, 8) in 0..1, fp64."""
+    images, labels = load_digits(return_X_y=True)
+    return torch.from_numpy(images).reshape(-1, 8, 8) / 16, torch.from_numpy(labels).long()
