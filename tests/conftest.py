@@ -1,13 +1,16 @@
 """What the tests of the wrapper share: the two implementations, and the devices they run on.
 
-A test that asks for `impl` runs on torch's own nn.DataParallel (oracle.py) and on fastdp, so it
-states what both do. A test that asks for `fast` runs on fastdp alone: there fastdp betters torch on
-purpose, or the oracle cannot show it. Host replicas always; with a GPU and a CUDA build also
-several replicas on one GPU, and with several GPUs replicas spread over all of them.
+A test that asks for `impl` runs on torch's own nn.DataParallel and on fastdp, so it states what both
+do. A test that asks for `fast` runs on fastdp alone: there fastdp betters torch on purpose, or
+torch's cannot show it. Host replicas always (torch's through oracle.py); with a GPU and a CUDA build
+also several replicas on one GPU, and with several GPUs replicas spread over them.
+
+A test that covers a row of rows.py may be skipped for want of GPUs or of a newer torch, no more.
 """
 
 import dataclasses
 import functools
+import re
 import types
 
 import pytest
@@ -18,17 +21,18 @@ import torch
 def no_cuda_reason():
     """Why the GPU cases do not run; None where they do."""
     if not torch.cuda.is_available():
-        return "torch sees no GPU"
+        return "needs 1 GPU: torch sees none"
     import fastdp
 
     if not fastdp.build_info()["cuda"]:
-        return "this build of fastdp has no CUDA"
+        return "needs 1 GPU: this build of fastdp has no CUDA"
     return None
 
 
 def pytest_configure(config):
     for line in (
         "row(*ids, why=None): the rows of tests/rows.py that a test covers, and what of them",
+        "distinct: torch's own shares one copy among replicas of one GPU; its side needs several",
         "seam: tests of the border between Python and the core; also run under the sanitizers",
         "slow: takes more than a few seconds",
     ):
@@ -45,9 +49,29 @@ def pytest_report_header(config):
     return f"GPU cases: {'run on cuda:0' if reason is None else 'skipped, ' + reason}"
 
 
+MAY_SKIP = re.compile(r"needs (\d+|one|two) GPUs?\b|needs torch\b")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test that covers a row fails where it is skipped for another reason than these. The cases
+    that want a GPU are told of in one line, not in one for each test."""
+    outcome = yield
+    report = outcome.get_result()
+    if not report.skipped or hasattr(report, "wasxfail"):
+        return
+    text = report.longrepr[2]
+    reason = text.removeprefix("Skipped: ")
+    if item.get_closest_marker("row") and not MAY_SKIP.match(reason):
+        report.outcome = "failed"
+        report.longrepr = f"the test of a row may not be skipped because: {reason}"
+    elif reason == no_cuda_reason():
+        report.longrepr = (__file__, 1, text)
+
+
 @dataclasses.dataclass(frozen=True)
 class Impl:
-    """One implementation on one kind of device."""
+    """One implementation on one kind of device. The oracle is torch's own, on the host or not."""
 
     name: str
     api: types.ModuleType
@@ -60,10 +84,10 @@ class Impl:
 
     def ids(self, n):
         """n replicas, as this implementation names them."""
-        if self.is_oracle:
-            return list(range(n))
         if self.home.type == "cpu":
-            return ["cpu"] * n
+            return list(range(n)) if self.is_oracle else ["cpu"] * n
+        if self.is_oracle and 1 < self.gpus < n:
+            pytest.skip(f"needs {n} GPUs: torch's own, on distinct ones")
         return [rank % self.gpus for rank in range(n)]
 
     def device(self, rank):
@@ -84,7 +108,22 @@ class Impl:
         return cls(module.to(self.home), device_ids=self.ids(n), **options)
 
 
-def _impl(kind):
+def _torchs():
+    """torch's own functions, under the names that oracle.py has too."""
+    own = torch.nn.parallel.scatter_gather
+    return types.SimpleNamespace(
+        DataParallel=torch.nn.DataParallel,
+        data_parallel=torch.nn.parallel.data_parallel,
+        replicate=torch.nn.parallel.replicate,
+        parallel_apply=torch.nn.parallel.parallel_apply,
+        scatter=own.scatter,
+        scatter_kwargs=own.scatter_kwargs,
+        gather=own.gather,
+    )
+
+
+def _impl(request):
+    kind = request.param
     if kind == "oracle":
         import oracle
 
@@ -93,30 +132,36 @@ def _impl(kind):
 
     if kind == "fastdp":
         return Impl("fastdp", fastdp, torch.device("cpu"))
-    gpus = torch.cuda.device_count() if kind == "fastdp-gpus" else 1
-    return Impl("fastdp", fastdp, torch.device("cuda:0"), gpus)
+    if no_cuda_reason():
+        pytest.skip(no_cuda_reason())
+    if kind == "torch-cuda" and request.node.get_closest_marker("distinct"):
+        pytest.skip("needs 2 GPUs: torch's own shares one copy among replicas of one GPU")
+    name, api = ("oracle", _torchs()) if kind.startswith("torch") else ("fastdp", fastdp)
+    gpus = torch.cuda.device_count() if kind.endswith("-gpus") else 1
+    return Impl(name, api, torch.device("cuda:0"), gpus)
 
 
 def pytest_generate_tests(metafunc):
-    kinds = ["fastdp"]
+    ours, theirs = ["fastdp", "fastdp-cuda"], ["oracle"]
     if not no_cuda_reason():
-        kinds.append("fastdp-cuda")
+        theirs.append("torch-cuda")
         if torch.cuda.device_count() > 1:
-            kinds.append("fastdp-gpus")
+            ours.append("fastdp-gpus")
+            theirs.append("torch-gpus")
     if "impl" in metafunc.fixturenames:
-        metafunc.parametrize("impl", ["oracle", *kinds], indirect=True)
+        metafunc.parametrize("impl", [*theirs, *ours], indirect=True)
     if "fast" in metafunc.fixturenames:
-        metafunc.parametrize("fast", kinds, indirect=True)
+        metafunc.parametrize("fast", ours, indirect=True)
 
 
 @pytest.fixture
 def impl(request):
-    return _impl(request.param)
+    return _impl(request)
 
 
 @pytest.fixture
 def fast(request):
-    return _impl(request.param)
+    return _impl(request)
 
 
 @pytest.fixture(params=["cpu", "cuda"])

@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import threading
 
+import numpy as np
 import pytest
 import torch
 from nets import CLOSE, Apply, Net, by_hand, close, grads, ints, linear, same
@@ -296,8 +297,7 @@ def test_dict_keys_of_any_kind(impl):
 @row("C8", why="other leaves: NumPy arrays")
 @pytest.mark.parametrize("length", [0, 1, 3])
 def test_numpy_arrays_are_not_turned_into_garbage(fast, length):
-    numpy = pytest.importorskip("numpy")
-    dp = fast.wrap(Apply(lambda s, x: numpy.zeros(length)), 2)
+    dp = fast.wrap(Apply(lambda s, x: np.zeros(length)), 2)
     with pytest.raises(TypeError, match="ndarray"):
         dp(ints(4, 3))
 

@@ -2,6 +2,7 @@
 
 import collections
 
+import numpy as np
 import pytest
 import torch
 from nets import Apply, Net, exact, grads, ints, linear, same
@@ -243,8 +244,7 @@ def test_objects_are_shared_by_identity(impl):
 
 @row("B12", why="NumPy arrays are constants")
 def test_numpy_arrays_are_constants(impl):
-    numpy = pytest.importorskip("numpy")
-    array = numpy.zeros(4)
+    array = np.zeros(4)
     assert all(args[1] is array for args, _ in calls_of(impl, 2, ints(4, 3), array))
 
 

@@ -1,7 +1,6 @@
 """BEHAVIOUR G: what is alive after a step: no cycle, no copy, no activation, no thread too many."""
 
 import gc
-import os
 import subprocess
 import sys
 import textwrap
@@ -310,7 +309,7 @@ def test_usable_after_a_real_failed_allocation(impl, dtype):
 
 
 @row("G1", why="host memory returns to where it was")
-def test_resident_memory_is_flat(fast):
+def test_resident_memory_is_flat():
     """In a process of its own: 40 steps of a model with 4 MiB of weights stay within 24 MiB."""
     script = """
         import os, sys, torch, fastdp
@@ -327,10 +326,6 @@ def test_resident_memory_is_flat(fast):
         for _ in range(40): step()
         sys.exit(0 if rss() - before < 24 << 20 else f"grew by {rss() - before} bytes")
     """
-    if not os.path.exists("/proc/self/statm"):
-        pytest.skip("no /proc")
-    if fast.home.type != "cpu":
-        pytest.skip("host memory")
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
 
 

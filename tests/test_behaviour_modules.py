@@ -29,6 +29,7 @@ row = pytest.mark.row
 
 @row("A14")
 @pytest.mark.parametrize("batch, n", [(8, 2), (8, 3)])
+@pytest.mark.distinct
 def test_batch_norm_follows_chunk_0(impl, batch, n):
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     _, reference = check_against_hand(impl, module, ints(batch, 3), n, CLOSE)
@@ -38,6 +39,7 @@ def test_batch_norm_follows_chunk_0(impl, batch, n):
 
 
 @row("A14")
+@pytest.mark.distinct
 def test_batch_norm_statistics_are_exactly_the_first_chunk(impl):
     module = nn.BatchNorm1d(3, momentum=1.0).double()
     dp = impl.wrap(module, 2)
@@ -54,6 +56,7 @@ def test_batch_norm_statistics_are_exactly_the_first_chunk(impl):
 
 @row("A15")
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.distinct
 def test_sync_batch_norm_without_a_process_group_is_plain(impl, training):
     module = nn.SyncBatchNorm(3).double().train(training)
     plain = nn.BatchNorm1d(3).double().train(training).to(impl.home)

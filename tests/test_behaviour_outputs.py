@@ -365,7 +365,6 @@ def test_outputs_of_many_kinds_at_once(impl):
 def test_detached_outputs_do_not_require_grad(impl):
     out = gathered(impl, lambda s, x: {"logits": s.lin(x).detach(), "labels": x.argmax(1)})
     assert not out["logits"].requires_grad and out["logits"].grad_fn is None
-    pytest.importorskip("numpy")
     out["logits"].cpu().numpy()
 
 

@@ -73,6 +73,7 @@ ODD += ["float64", "complex64", "float8_e4m3fn", "float8_e5m2", "uint16", "uint3
 
 
 @row("E2")
+@pytest.mark.distinct
 def test_buffers_of_every_dtype_are_exact(impl):
     """Beside fp64 weights; fp8 and the like move as bytes."""
     seen = []

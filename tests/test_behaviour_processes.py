@@ -129,10 +129,6 @@ def test_a_process_ends_while_a_thread_is_inside_a_forward():
     assert time.monotonic() - float(out) < 5
 
 
-FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-
-
-@FORK
 @row("H7", why="mutant: fork")
 @pytest.mark.parametrize("used", [True, False])
 def test_wrapper_works_in_a_forked_child(used):
@@ -165,7 +161,6 @@ def test_wrapper_works_in_a_forked_child(used):
     )
 
 
-@FORK
 @row("H7", why="mutant: fork while another thread is inside replicate")
 def test_fork_while_another_thread_replicates():
     """Whatever that thread held, it will never give back in the child."""
@@ -203,7 +198,6 @@ def test_fork_while_another_thread_replicates():
     )
 
 
-@FORK
 @row("H7")
 def test_data_loader_workers_between_steps():
     check(

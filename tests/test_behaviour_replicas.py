@@ -262,6 +262,7 @@ def counting(forward):
 
 
 @row("A12")
+@pytest.mark.distinct
 def test_only_replica_0_writes_the_buffer(impl):
     module = counting(lambda s, x: (s.k.add_(x.size(0)), s.lin(x))[1])
     dp = impl.wrap(module, 2)
@@ -273,6 +274,7 @@ def test_only_replica_0_writes_the_buffer(impl):
 
 
 @row("A12")
+@pytest.mark.distinct
 def test_every_replica_starts_from_the_base_buffer(impl):
     seen = []
 

@@ -53,7 +53,7 @@ def test_error_says_where(impl, kind, rank):
     with pytest.raises(kind) as caught:
         dp(ranked(3))
     text = str(caught.value)
-    device = rank if impl.is_oracle else impl.device(rank)
+    device = impl.ids(3)[rank] if impl.is_oracle else impl.device(rank)
     assert f"Caught {kind.__name__} in replica {rank} on device {device}." in text
     assert "Original Traceback (most recent call last)" in text
     assert "in forward" in text and "test_behaviour_threads.py" in text and "the key" in text

@@ -262,6 +262,7 @@ def test_replicate_to_nothing(impl):
 
 
 @row("K24")
+@pytest.mark.distinct
 def test_replicate_buffers(impl):
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(impl.home)
     replicas = impl.api.replicate(module, impl.ids(2))

@@ -10,6 +10,8 @@ import torch
 from nets import Apply, Net, exact, grads, ints, linear, same
 from torch import nn
 
+import fastdp
+
 row = pytest.mark.row
 
 
@@ -151,12 +153,13 @@ def test_bad_device_ids_are_refused(fast, bad):
 
 
 @row("F9")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="device_ids=None means the GPUs here")
-@pytest.mark.parametrize("ids", [None, []])
-def test_without_a_gpu_the_module_is_called_directly(fast, ids):
+@pytest.mark.parametrize("kind", [nn.DataParallel, fastdp.DataParallel])
+@pytest.mark.parametrize("ids", [None, [], [0, 1]])
+def test_without_a_gpu_the_module_is_called_directly(monkeypatch, kind, ids):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     seen = []
     module = Apply(lambda s, x, k=0: seen.append((s, x, k)) or s.lin(x))
-    dp = fast.api.DataParallel(module, ids)
+    dp = kind(module, ids)
     x, k = ints(4, 3), {"a": 1}
     dp(x, k=k).sum().backward()
     assert dp.device_ids == []

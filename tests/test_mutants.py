@@ -79,6 +79,7 @@ def test_graph_through_replica_0_is_refused_after_an_update(impl):
 
 
 @row("D6", why="mutant: a copy shares memory with the base or with another replica")
+@pytest.mark.distinct
 def test_copies_share_no_memory(impl):
     seen = []
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()

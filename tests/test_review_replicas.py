@@ -62,6 +62,7 @@ def test_replicas_of_a_loaded_module_have_dictionaries_of_their_own(fast, throug
 @row("F4", "A12")
 @FROM_FILE
 @pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.distinct
 def test_running_statistics_of_a_loaded_module(impl, through, n):
     module = through(normed())
     dp, reference = check_against_hand(impl, module, ints(6, 3), n, CLOSE)

@@ -251,7 +251,6 @@ assert torch.equal(outputs[0], want) and torch.equal(dp(x), want)
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @row("H7", why="mutant: fork")
 @pytest.mark.parametrize("used", [True, False])
 def test_fork_while_another_thread_makes_replicas(used):

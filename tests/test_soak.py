@@ -37,7 +37,6 @@ class Mixed(nn.Module):
 
 @pytest.mark.slow
 @row("G3", why="flat memory over 2,000 steps")
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="no /proc")
 def test_two_thousand_steps(fast):
     module = Mixed()
     dp = fast.wrap(module, 2, bucket_bytes=256)
