@@ -4,7 +4,9 @@
  * Why in C: a ResNet-50 has some 3,500 attributes. nn.DataParallel copies them all, for each
  * replica and each forward; walking the dictionaries of base and replica side by side and writing
  * what differs costs a hundredth of that (benchmarks/host_cost.py). */
+#include "py_awaited.h"
 #include "py_entries.h"
+#include "py_gate.h"
 
 static int names_fill(fdp_tree_names *names)
 {
@@ -341,5 +343,7 @@ static int add_type(PyObject *module, PyType_Spec *spec)
 int fdp_py_tree_add(PyObject *module)
 {
   if (add_type(module, &tree_spec) < 0) return -1;
-  return add_type(module, &fdp_replica_spec);
+  if (add_type(module, &fdp_replica_spec) < 0) return -1;
+  if (fdp_py_gate_add(module) < 0) return -1;
+  return fdp_py_awaited_add(module);
 }

@@ -62,7 +62,7 @@ typedef struct fdp_tree {
   fdp_tree_names names;
 } fdp_tree;
 
-/* Adds the types Tree and Replica to the extension module. */
+/* Adds the types Tree, Replica, Gate and AwaitedDict to the extension module. */
 int fdp_py_tree_add(PyObject *module);
 /* The spec of Replica (py_replica.c); its constructor takes (tree, modules). */
 extern PyType_Spec fdp_replica_spec;

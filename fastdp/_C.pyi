@@ -9,7 +9,7 @@ written, a set conjugate or negative bit, as ValueError. `requires_grad` is no h
 """
 
 import builtins
-from typing import Any, Optional, Tuple, TypedDict, final
+from typing import Any, Callable, Dict, Iterable, Optional, Tuple, TypedDict, final
 
 from typing_extensions import Self
 
@@ -176,3 +176,26 @@ class Replica:
         """Whoever holds a module of this replica now is no user of it."""
     def idle(self) -> bool:
         """Nobody holds a module of this replica who did not at settle()."""
+
+@final
+class Gate:
+    """What the streams of one GPU have waited for (py_gate.h)."""
+    def __new__(
+        cls, ordinal: int, wait: Callable[[Any], Any], raw_stream: Callable[[int], int], /
+    ) -> Self:
+        """wait(event): the GPU's current stream waits for it; raw_stream(ordinal): that stream's
+        handle, asked for where no exchange table tells."""
+    def close(self, arrived: Iterable[Any], /) -> None:
+        """A new forward: arrived[k] is recorded behind the copies of bucket k, in their order."""
+    def wait_for(self, bucket: int, /) -> None:
+        """The current stream waits for the bucket, unless it has."""
+
+@final
+class AwaitedDict(Dict[Any, Any]):
+    """A `_parameters` or `_buffers` whose values are waited for when they are read."""
+    bucket: int
+    """The last bucket that holds one of the values: what comes earlier has come, since copies run
+    in order. -1: none does."""
+    def __init__(self, gate: Gate, /) -> None: ...
+    @property
+    def gate(self) -> Gate: ...

@@ -93,12 +93,12 @@ def inside_function_transform() -> bool:
     return level is not None and level() is not None
 
 
-def raw_stream(device: torch.device) -> int:
+def raw_stream(index: int) -> int:
     """The handle of the stream that is current on a GPU for this thread."""
     get = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if get is None:
-        return torch.cuda.current_stream(device).cuda_stream
-    return get(device.index)
+        return torch.cuda.current_stream(index).cuda_stream
+    return get(index)
 
 
 def default_device() -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from . import _C
-from .awaited import AwaitedDict, Gate
+from .awaited import make_gate
 from .plans import Plan, Tensors
 from .streams import Communication
 
@@ -23,7 +23,7 @@ class ReplicaSet:
         # On one device there is nothing to wait for. Elsewhere replica 0 waits too, though its
         # tensors are the base's own: what it writes in place must have been read before.
         apart = len(set(devices)) > 1
-        self._gates = [Gate(device) if apart else None for device in devices]
+        self._gates = [make_gate(device) if apart else None for device in devices]
         self._devices = devices
         self._plan: Optional[Plan] = None
         self._repairs = [
@@ -82,9 +82,11 @@ class ReplicaSet:
         return True
 
 
-def _blank_replica(module: nn.Module, gate: Optional[Gate]) -> nn.Module:
+def _blank_replica(module: nn.Module, gate: Optional[_C.Gate]) -> nn.Module:
     replica = type(module).__new__(type(module))
-    parameters, buffers = ({}, {}) if gate is None else (AwaitedDict(gate), AwaitedDict(gate))
+    parameters, buffers = {}, {}
+    if gate is not None:
+        parameters, buffers = _C.AwaitedDict(gate), _C.AwaitedDict(gate)
     # Past __setattr__, which a class may have made its own; the rest is filled in by refresh.
     replica.__dict__.update(_parameters=parameters, _buffers=buffers, _modules={})
     return replica
