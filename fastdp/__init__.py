@@ -9,6 +9,7 @@ from . import comm
 from ._C import build_info
 from .apply import parallel_apply
 from .functional import data_parallel
+from .patch import patch
 from .replicas import replicate
 from .trees import gather, scatter, scatter_kwargs
 from .wrapper import DataParallel
@@ -20,6 +21,7 @@ __all__ = [
     "data_parallel",
     "gather",
     "parallel_apply",
+    "patch",
     "replicate",
     "scatter",
     "scatter_kwargs",
