@@ -52,7 +52,7 @@ class Bucket:
         self.keeps_none = unused_grad == "none"
         self.core = _C.Bucket(tuple(tensors), flat.offsets if flat else None, transport)
         self.count = len(self.places)
-        self._length = max(self.core.size_elems, flat.length if flat else 0)
+        self.length = max(self.core.size_elems, flat.length if flat else 0)
 
     def _flat(self, device: torch.device) -> torch.Tensor:
         if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
@@ -62,9 +62,9 @@ class Bucket:
             flat = torch.empty(0, dtype=self.dtype, device=device)
             storage = torch.UntypedStorage(size * flat.element_size(), device=device)
             return flat.set_(storage, 0, (size,))
-        return torch.empty(self._length, dtype=self.dtype, device=device)
+        return torch.empty(self.length, dtype=self.dtype, device=device)
 
-    def _slots(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    def slots(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """Each slot as a tensor with a version counter of its own and no view relation: an in-place
         change of one must not invalidate the graphs of the others."""
         slots = self.core.views(flat)
@@ -89,24 +89,31 @@ class Bucket:
         tensors themselves, parameters and differentiable ones under new names."""
         if flats:
             self.core.broadcast(tuple(map(resolved, tensors)), flats)
-            if self._length > self.core.size_elems:
+            if self.length > self.core.size_elems:
                 for flat in flats:
                     flat[self.core.size_elems :].zero_()
-        result = [self._named_home(k, tensor) for k, tensor in enumerate(tensors)] if home else []
+        result = self.named_home(tensors) if home else []
         for flat in flats:
-            slots = self._slots(flat)
-            if home:
-                for slot, is_parameter in zip(slots, self.parameters):
-                    if is_parameter:
-                        _torch_compat.become_parameter(slot)
-            result.extend(slots)
+            result.extend(self.named_slots(flat) if home else self.slots(flat))
         return result
 
-    def _named_home(self, k: int, tensor: torch.Tensor) -> torch.Tensor:
+    def named_home(self, tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+        """The tensors as replica 0's: the same memory, parameters under new names."""
+        return [self._named(k, tensor) for k, tensor in enumerate(tensors)]
+
+    def _named(self, k: int, tensor: torch.Tensor) -> torch.Tensor:
         if self.parameters[k]:
             return _torch_compat.as_parameter(tensor)
         # A buffer of replica 0 is the base's own: in-place updates persist there, and only there.
         return tensor.detach() if tensor.requires_grad else tensor
+
+    def named_slots(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The slots of `flat` as another replica's tensors."""
+        slots = self.slots(flat)
+        for slot, is_parameter in zip(slots, self.parameters):
+            if is_parameter:
+                _torch_compat.become_parameter(slot)
+        return slots
 
     def take_for_sums(self) -> torch.Tensor:
         """A new flat buffer for `sums`."""
@@ -152,7 +159,7 @@ class Bucket:
         self, rows: Tuple[Tuple[Optional[torch.Tensor], ...], ...], flat: torch.Tensor
     ) -> List[Any]:
         self.core.reduce(rows, flat)
-        return list(self._slots(flat))
+        return list(self.slots(flat))
 
 
 def _are_ordinary(gradients: Sequence[Optional[torch.Tensor]], dtype: torch.dtype) -> bool:
