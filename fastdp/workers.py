@@ -15,6 +15,7 @@ import weakref
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 from . import _C
+from .hints import hint
 from .pace import Pace
 from .thread_state import ThreadState, prepare_worker, restored_grad_mode
 
@@ -46,7 +47,7 @@ class Job:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            self.error = replica_error(error, self.rank, self.device)
+            self.error = replica_error(error, self.rank, self.device, self.run)
         finally:
             self.run = None
 
@@ -57,7 +58,7 @@ class Job:
             with self.state.entered():
                 self.result = self.run()
         except BaseException as error:  # SystemExit too: the caller is to hear of it
-            self.error = replica_error(error, self.rank, self.device)
+            self.error = replica_error(error, self.rank, self.device, self.run)
         finally:
             self.run = None
             self.done.put(True)
@@ -73,14 +74,15 @@ class _Text(str):
         return str(self)
 
 
-def replica_error(error: BaseException, rank: int, device: Any) -> BaseException:
+def replica_error(error: BaseException, rank: int, device: Any, run: Any = None) -> BaseException:
     """The error that the caller is to see: of the same type, with the replica, its device and the
     original traceback in its text, and the original as `__cause__`. The original's frames are let
-    go: they hold the replica's activations."""
+    go: they hold the replica's activations. `run` may have the replica as `module`."""
     kind = type(error)
     text = (
         f"Caught {kind.__name__} in replica {rank} on device {device}.\n"
         f"Original {''.join(traceback.format_exception(kind, error, error.__traceback__))}"
+        f"{hint(error, getattr(run, 'module', None), device)}"
     )
     raised = _same_type(error, kind, text)
     _forget_frames(error)
@@ -202,10 +204,19 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def run_jobs(teams: Teams, runs: Sequence[Callable[[], Any]], devices: Sequence[Any]) -> List[Any]:
-    """Runs each on a thread of its own, the first on this one, and gives their results. All finish
-    before the first error, by rank, is raised."""
-    jobs = _finished_jobs(teams, runs, devices)
+def run_jobs(
+    teams: Teams,
+    runs: Sequence[Callable[[], Any]],
+    devices: Sequence[Any],
+    sequential: bool = False,
+) -> List[Any]:
+    """Runs each on a thread of its own, the first on this one, and gives their results; with
+    `sequential` all on this one, in order. All finish before the first error, by rank, is
+    raised."""
+    if sequential:
+        jobs = _jobs_in_order(runs, devices)
+    else:
+        jobs = _finished_jobs(teams, runs, devices)
     error = next((job.error for job in jobs if job.error is not None), None)
     if error is None:
         return [job.result for job in jobs]
@@ -214,6 +225,13 @@ def run_jobs(teams: Teams, runs: Sequence[Callable[[], Any]], devices: Sequence[
         raise error
     finally:
         del error  # a frame that names its own exception is a cycle
+
+
+def _jobs_in_order(runs: Sequence[Callable[[], Any]], devices: Sequence[Any]) -> List[Job]:
+    jobs = [Job(run, i, device, None) for i, (run, device) in enumerate(zip(runs, devices))]
+    for job in jobs:
+        job.execute_here()
+    return jobs
 
 
 def _finished_jobs(
