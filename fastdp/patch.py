@@ -49,9 +49,11 @@ _Fast = DataParallel
 # By its full name: torch.nn.parallel.data_parallel is also a function of that name.
 _home = importlib.import_module("torch.nn.parallel.data_parallel")
 # Entries of a class's dictionary that describe the class and are no behaviour.
-_DESCRIBING = ("__module__", "__doc__", "__dict__", "__weakref__", "__parameters__", "__slotnames__")
-_DESCRIBING += ("__orig_bases__", "__annotations__", "__annotate__", "__annotate_func__")
-_DESCRIBING += ("__annotations_cache__", "__firstlineno__", "__static_attributes__")
+_DESCRIBING = frozenset(
+    "__module__ __doc__ __dict__ __weakref__ __parameters__ __orig_bases__ __slotnames__ "
+    "__annotations__ __annotate__ __annotate_func__ __annotations_cache__ __firstlineno__ "
+    "__static_attributes__".split()
+)
 _ABSENT = object()
 
 
@@ -195,13 +197,13 @@ class _Surgery:
                 setattr(_Torch, name, table[name])
         if _is_of_torch(self._function):
             self._code, self._function.__code__ = self._function.__code__, _shim.__code__
-        setattr(sys.modules[__package__], "DataParallel", _Torch)
+        vars(sys.modules[__package__])["DataParallel"] = _Torch
 
     def undo(self) -> None:
         global _current
         _current = None
         self.holders.clear()
-        setattr(sys.modules[__package__], "DataParallel", _Fast)
+        vars(sys.modules[__package__])["DataParallel"] = _Fast
         if self._code is not None and self._function.__code__ is _shim.__code__:
             self._function.__code__ = self._code
         for wrapped in list(self._made.values()):
