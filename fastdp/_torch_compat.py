@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from typing import Any, ContextManager
 
 import torch
@@ -23,6 +24,8 @@ PRIVATE = {
     "_current_level": ("torch.autograd.forward_ad", "frozen parameters carry no tangents"),
     "_functorch": ("torch._C", "as for maybe_current_level"),
     "maybe_current_level": ("torch._C._functorch", "torch.func raises torch's own error"),
+    "_cuda_endAllocateToPool": ("torch._C of a CUDA build", "none: a pool stays open"),
+    "_cuda_releasePool": ("torch._C of a CUDA build", "none: a pool is not freed"),
     "_cuda_getCurrentRawStream": ("torch._C of a CUDA build", "the public, slower way"),
 }
 
@@ -101,6 +104,24 @@ def raw_stream(index: int) -> int:
     return get(index)
 
 
+def records_events_outside() -> bool:
+    """Whether an event can be recorded in one CUDA graph and waited for outside it."""
+    return "external" in inspect.signature(torch.cuda.Event.__new__).parameters
+
+
+def external_event() -> Any:
+    return torch.cuda.Event(external=True)
+
+
+def end_pool(device: torch.device, pool: Any) -> None:
+    """After a capture into this pool that could not be ended: the allocator leaves the pool."""
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        act = getattr(torch._C, name, None)
+        with contextlib.suppress(RuntimeError):
+            if act is not None:
+                act(device.index, pool)
+
+
 def default_device() -> Any:
     """What `torch.set_default_device` or `with torch.device(...)` made the default here, or
     None."""
@@ -110,6 +131,11 @@ def default_device() -> Any:
 
 def use_default_device(device: Any) -> ContextManager[Any]:
     return contextlib.nullcontext() if device is None else torch.device(device)
+
+
+def on_device(device: torch.device) -> ContextManager[Any]:
+    """Makes a GPU the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def log_use(name: str) -> None:

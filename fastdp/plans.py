@@ -5,7 +5,7 @@ each is in, and how its copies find their places. Also what cannot travel, said 
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import Iterable, List, Sequence, Tuple
+from typing import Any, Callable, Iterable, List, NamedTuple, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ class Plan:
     ) -> None:
         self.description = description
         self.buckets = buckets
-        self._alone = alone
+        self.alone = alone
         self.parameter_count = parameter_count
         self._devices = devices
         places = [place for bucket in buckets for place in bucket.places] + alone
@@ -63,7 +63,7 @@ class Plan:
             communication.mark(k)
             for rank, row in enumerate(rows):
                 row.extend(copies[rank * bucket.count : (rank + 1) * bucket.count])
-        for place in self._alone:
+        for place in self.alone:
             for rank, (row, device) in enumerate(zip(rows, self._devices)):
                 tensor = tensors[place]
                 row.append(tensor.to(device, copy=True) if rank > 0 else tensor)
@@ -71,6 +71,20 @@ class Plan:
         cut = self.parameter_count
         keeps_none = any(bucket.keeps_none for bucket in self.buckets)
         return [(row[:cut], row[cut:]) for row in ordered], () if keeps_none else tuple(tokens)
+
+
+class Source(NamedTuple):
+    """A module as it is now, and how its tensors travel: what a recording is made of."""
+
+    root: nn.Module
+    tree: Any  # _C.Tree
+    plan: Plan
+    tensors: Tensors  # parameters, then buffers
+    devices: Tuple[torch.device, ...]  # one per replica
+    communication: Communication
+    held: Callable[[Callable[[], Any]], Any]  # runs an act with the tree held
+    grad: bool  # whether gradients may be asked for
+    dim: int
 
 
 def check_tensors(root: nn.Module) -> None:

@@ -24,8 +24,9 @@ from .buckets import is_sparse, make_buckets
 from .devices import parse_devices
 from .flat_weights import RnnWeights
 from .fresh_replicas import WalkedTree, check_scripted, fresh_replicas
-from .plans import Plan, Tensors, check_home, check_tensors, described
+from .plans import Plan, Source, Tensors, check_home, check_tensors, described
 from .replica_sets import ReplicaSet
+from .signatures import NotRecordable
 from .streams import Communication
 
 __all__ = ["replicate"]
@@ -58,15 +59,17 @@ class Replicator:
         devices: Sequence[torch.device],
         bucket_bytes: int,
         unused_grad: str,
+        transport: Optional[str] = None,
         weak: bool = False,
     ) -> None:
         self._weak = weak
         self._busy = False
         self._module = weakref.ref(module)
-        self._devices = tuple(devices)
+        self.devices = tuple(devices)
         self._communication = Communication(devices)
         self._bucket_bytes = bucket_bytes
         self._unused_grad = unused_grad
+        self._transport = transport
         self._lock = threading.RLock()
         self._tree: Optional[Any] = None
         self._rnn_weights = RnnWeights(())
@@ -84,6 +87,41 @@ class Replicator:
         caller promises `give_back` before the parameters are written."""
         root = self._module()
         return self._held(root, True, lambda same: self._make(root, ranks, detach, early))
+
+    def source(self, ranks: int, grad: bool, dim: int) -> Source:
+        """The module as it is now, for a recording over the first `ranks` devices.
+
+        Raises:
+            NotRecordable: modules that make their own replicas; sparse parameters.
+        """
+        root = self._module()
+
+        def collect(same: bool) -> Source:
+            if self._fresh:
+                raise NotRecordable("a module in it makes its own replicas (scripted, fx or lazy)")
+            parameters, buffers, pattern = self._tree.collect()
+            tensors = parameters + buffers
+            plan = self._plan(root, tensors, pattern, len(parameters), ranks, grad)
+            if plan.alone:
+                raise NotRecordable("it has sparse parameters or buffers")
+            devices, held = self.devices[:ranks], self._while_same(self._tree)
+            communication = self._communication
+            return Source(
+                root, self._tree, plan, tensors, devices, communication, held, grad, dim
+            )
+
+        return self._held(root, True, collect)
+
+    def _while_same(self, tree: Any) -> Callable[[Callable[[], Any]], Any]:
+        def held(act: Callable[[], Any]) -> Any:
+            def checked(same: bool) -> Any:
+                if not same or tree is not self._tree:
+                    raise NotRecordable("its modules changed while it was recorded")
+                return act()
+
+            return self._held(self._module(), False, checked)
+
+        return held
 
     def _make(
         self, root: nn.Module, ranks: int, detach: bool, early: bool
@@ -167,13 +205,13 @@ class Replicator:
         ranks: int,
         differentiable: bool,
     ) -> Plan:
-        description = described(tensors, root, self._devices[0]) + pattern
+        description = described(tensors, root, self.devices[0]) + pattern
         description += self._rnn_weights.describe()
         plan = self._plans.get((ranks, differentiable))
         if plan is None or plan.description != description:
             check_tensors(root)
-            check_home(tensors, self._devices[0])
-            devices = self._devices[:ranks]
+            check_home(tensors, self.devices[0])
+            devices = self.devices[:ranks]
             alone = [place for place, tensor in enumerate(tensors) if is_sparse(tensor)]
             buckets = make_buckets(
                 tensors,
@@ -184,6 +222,7 @@ class Replicator:
                 self._bucket_bytes,
                 self._unused_grad,
                 self._rnn_weights.find(tensors),
+                self._transport,
             )
             plan = Plan(description, buckets, alone, parameter_count, devices)
             self._plans[ranks, differentiable] = plan
@@ -197,7 +236,7 @@ class Replicator:
                 self._idle.append(replicas)
         if self._idle:
             return self._idle.pop()
-        return ReplicaSet(self._tree, root, self._devices)
+        return ReplicaSet(self._tree, root, self.devices)
 
     def forget(self) -> None:
         """In a forked child: another thread of the parent may have been at work here."""

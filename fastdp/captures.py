@@ -1,0 +1,141 @@
+"""Recording what a function launches on a GPU, so that it can be launched again in one call.
+
+A recording is a CUDA graph. Captures run one at a time, on streams of their own (one per device:
+`torch.cuda.graph` has one for all, which fails on a second device), in "thread_local" error mode,
+so that another thread's pinned memory does not break them.
+
+A capture that fails in the middle leaves torch's random generator believing that it is still being
+captured, and torch has no way to tell it otherwise. So everything is captured twice: first on a
+copy of the generator's state, which is then thrown away, and only what went well there is captured
+on the real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+
+import torch
+
+from . import _torch_compat
+from .streams import distinct
+
+_lock = threading.RLock()
+_streams: Dict[torch.device, Any] = {}
+
+Capture = Callable[[torch.device, Any, Callable[[], None]], Any]
+
+
+class CudaRecorder:
+    """Records on the GPUs of `devices`."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = distinct(devices)
+
+    def events(self, count: int) -> List[Any]:
+        """Events that can be recorded and waited for across the edge of a recording."""
+        return [_torch_compat.external_event() for _ in range(count)]
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around all that warms up and records: the recording streams are current on all devices,
+        behind whatever was enqueued; afterwards all that ran there has run. Buffers, random numbers
+        and autocast's cache are as before; one thread at a time."""
+        with _lock, torch.cuda.device(self.devices[0]):
+            streams = [_stream(device) for device in self.devices]
+            before = [torch.cuda.current_stream(device) for device in self.devices]
+            generators = [torch.cuda.default_generators[d.index] for d in self.devices]
+            states = [generator.get_state() for generator in generators]
+            cached = torch.is_autocast_cache_enabled()
+            try:
+                self._synchronize()
+                torch.set_autocast_cache_enabled(False)
+                _set_streams(streams)
+                yield
+            finally:
+                _set_streams(before)
+                torch.set_autocast_cache_enabled(cached)
+                self._synchronize()
+                for generator, state in zip(generators, states):
+                    generator.set_state(state)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Around captures that are thrown away."""
+        generators = [torch.cuda.default_generators[d.index] for d in self.devices]
+        states = [generator.graphsafe_get_state() for generator in generators]
+        for generator, state in zip(generators, states):
+            generator.graphsafe_set_state(state.clone_state())
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states):
+                generator.graphsafe_set_state(state)
+            self._synchronize()
+            torch.cuda.empty_cache()
+
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, device: torch.device, pool: Any, act: Callable[[], None]) -> Any:
+        """What `act` launches on `device`, to be launched by `.replay()` on the stream that is
+        current there then. Nothing runs now."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device):
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                act()
+            except BaseException:
+                _abandon(graph, device, pool)
+                raise
+            try:
+                graph.capture_end()
+            except BaseException:
+                _abandon(None, device, pool)
+                raise
+        return graph
+
+    def _synchronize(self) -> None:
+        for device in self.devices:
+            torch.cuda.synchronize(device)
+
+
+def _stream(device: torch.device) -> Any:
+    stream = _streams.get(device)
+    if stream is None:
+        stream = _streams[device] = torch.cuda.Stream(device)
+    return stream
+
+
+def _set_streams(streams: Sequence[Any]) -> None:
+    """Each becomes current on its device; the current device stays."""
+    device = torch.cuda.current_device()
+    for stream in streams:
+        torch.cuda.set_stream(stream)
+    torch.cuda.set_device(device)
+
+
+def _abandon(graph: Any, device: torch.device, pool: Any) -> None:
+    """Ends a capture that will not be used. Where it was broken, ending it fails half-way, and the
+    allocator has to be told apart."""
+    if graph is not None:
+        try:
+            graph.capture_end()
+            return
+        except RuntimeError:
+            pass
+    _torch_compat.end_pool(device, pool)
+
+
+def reason_against(devices: Sequence[torch.device]) -> str:
+    """Why nothing can be recorded on these devices with this torch, or ""."""
+    kinds: Tuple[str, ...] = tuple({device.type for device in devices})
+    if kinds != ("cuda",):
+        return "its replicas run on the host, where there is nothing to record"
+    if not _torch_compat.records_events_outside():
+        return (
+            f"torch {torch.__version__} has no external events (torch.cuda.Event(external=True) "
+            "came with 2.8)"
+        )
+    return ""

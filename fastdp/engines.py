@@ -1,0 +1,340 @@
+"""Which engine runs a forward: eager, or the recorded step of its signature.
+
+A signature (signatures.py) is met, watched for some eager steps (watch.py), then recorded
+(recordings.py). Under "auto" the recorded step is then timed against the eager one on real steps,
+and the faster stays; under "graph" it is used at once, and what cannot be recorded raises. A
+signature that went back to eager stays there; the reason is logged once and stands in the report.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+from collections import OrderedDict
+from contextlib import nullcontext
+from typing import Any, Callable, ContextManager, Dict, Hashable, List, Optional, Sequence, Tuple
+
+import torch
+
+from . import _C, _torch_compat, captures, signatures
+from .plans import Source
+from .recordings import Recording
+from .signatures import NotRecordable
+from .watch import Watch, global_state
+
+_log = logging.getLogger("fastdp")
+
+ENGINES = ("eager", "auto", "graph")
+
+# Eager steps that are watched before a signature is recorded.
+_WATCHED = {"auto": 3, "graph": 2}
+# Steps of each engine that are timed under "auto"; the first of each is not counted.
+_TIMED = 8
+# Signatures that are remembered, and recordings kept, the least recently used going first.
+_MAX_SIGNATURES = 64
+MAX_RECORDINGS = 4
+# How often a module may change under its recording before that signature stays eager.
+_MAX_RESTARTS = 3
+
+
+class EngineError(RuntimeError):
+    """engine="graph" was asked for, and this forward cannot be recorded. The message says why."""
+
+
+class _Trial:
+    """Times a signature's steps from forward to forward on the device's own clock, without waiting
+    for it: first recorded ones, then eager ones."""
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+        self._marks: List[Any] = []
+        self._spoilt: List[int] = []
+
+    def interrupt(self) -> None:
+        """Something else ran since the last mark."""
+        self._spoilt.append(len(self._marks) - 1)
+
+    def recorded_next(self) -> bool:
+        """Marks the start of a step and says which engine is to run it."""
+        if len(self._marks) <= 2 * _TIMED:
+            self._marks.append(self._recorder.mark())
+        return len(self._marks) <= _TIMED or len(self._marks) > 2 * _TIMED
+
+    def times(self) -> Optional[Tuple[float, float]]:
+        """Median ms of a recorded and of an eager step, once both are known."""
+        if len(self._marks) <= 2 * _TIMED or not self._marks[-1].query():
+            return None
+        found = []
+        for first in (0, _TIMED):
+            steps = [
+                self._marks[i].elapsed_time(self._marks[i + 1])
+                for i in range(first + 1, first + _TIMED)
+                if i not in self._spoilt
+            ]
+            if not steps:
+                return float("inf"), 0.0  # validation after each step: nothing to choose by
+            found.append(statistics.median(steps))
+        return found[0], found[1]
+
+
+class _Entry:
+    """What is known of one signature."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.steps: Dict[str, int] = {"eager": 0, "graph": 0}
+        self.watched = 0
+        self.restarts = 0
+        self.reason = ""  # why it is eager for good
+        self.note = ""  # why the last step was not the recorded one, for this once
+        self.snapshot: Any = None
+        self.recording: Optional[Recording] = None
+        self.trial: Optional[_Trial] = None
+        self.times: Optional[Tuple[float, float]] = None
+
+    def forget(self) -> None:
+        self.snapshot = self.recording = self.trial = None
+        self.watched = 0
+
+    def description(self) -> Dict[str, Any]:
+        engine = "graph" if self.recording is not None else "eager"
+        result: Dict[str, Any] = {"engine": engine, "steps": dict(self.steps)}
+        if self.reason or self.note:
+            result["reason"] = self.reason or self.note
+        if self.times:
+            result["graph_ms"], result["eager_ms"] = self.times
+        return result
+
+
+class Engine:
+    """The engine of one wrapper on one list of devices. Any thread: a forward that meets another
+    thread's runs eagerly."""
+
+    def __init__(self, kind: str, replicator: Any, recorder: Any = None) -> None:
+        self.kind = kind
+        self._replicator = replicator
+        self._against = "" if recorder else captures.reason_against(replicator.devices)
+        self._recorder = recorder
+        self._entries: "OrderedDict[Hashable, _Entry]" = OrderedDict()
+        self._last: Optional[_Entry] = None
+        self._made = 0
+        self._lock = threading.Lock()
+        self._watching = threading.local()
+        self._logged: List[str] = []
+
+    def watching(self, replicas: Sequence[torch.nn.Module]) -> ContextManager[Any]:
+        """Around the replicas' forward: watches it if this step is one to watch."""
+        watch = getattr(self._watching, "begin", None)
+        return nullcontext() if watch is None else watch(replicas)
+
+    def forward(
+        self,
+        root: torch.nn.Module,
+        rows: Sequence[Any],
+        named: Sequence[Any],
+        dim: int,
+        obstacle: str,
+        eager: Callable[[], Any],
+    ) -> Any:
+        """The outputs of this step, by whichever engine. `obstacle` is what in the wrapper itself
+        stands against recording, or ""."""
+        if not self._lock.acquire(blocking=False):
+            return eager()
+        try:
+            act = self._choose(root, rows, named, dim, obstacle, eager)
+        finally:
+            self._lock.release()
+        return act()
+
+    def report(self) -> List[Dict[str, Any]]:
+        """Every signature, in the order in which they were met: engine, steps by each, reason."""
+        with self._lock:
+            entries = sorted(self._entries.values(), key=lambda entry: entry.number)
+            return [entry.description() for entry in entries]
+
+    def reasons(self) -> List[str]:
+        """Why forwards were not recorded, each once."""
+        return list(self._logged)
+
+    # Choosing
+
+    def _choose(
+        self, root: Any, rows: Any, named: Any, dim: int, obstacle: str, eager: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        against = self._against or obstacle
+        if against:
+            self._refuse(against)
+            return eager
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return eager  # somebody else records this forward
+        try:
+            key, pieces, source = self._signature(root, rows, named, dim)
+        except NotRecordable as reason:
+            self._refuse(str(reason))
+            return eager
+        entry = self._entry(key)
+        if self._last is not entry and self._last is not None and self._last.trial is not None:
+            self._last.trial.interrupt()
+        self._last = entry
+        if entry.reason:
+            if self.kind == "graph":
+                raise EngineError(_sentence(entry.reason))
+            return lambda: self._run_eager(entry, eager)
+        if entry.recording is not None:
+            self._check_attributes(entry)
+        if entry.recording is None and entry.watched >= _WATCHED[self.kind]:
+            self._record(entry, source, rows, named, pieces)
+        if entry.reason:
+            return lambda: self._run_eager(entry, eager)
+        if entry.recording is None:
+            return lambda: self._run_watched(entry, root, eager)
+        if self._eager_for_once(entry):
+            return lambda: self._run_eager(entry, eager)
+        return self._replay(entry, pieces, source)
+
+    def _signature(
+        self, root: Any, rows: Any, named: Any, dim: int
+    ) -> Tuple[Hashable, Any, Source]:
+        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        devices = self._replicator.devices[: len(rows)]
+        if _torch_compat.forward_mode_active():
+            raise NotRecordable("forward-mode differentiation is active")
+        arguments, pieces = signatures.of_arguments(rows, named, devices)
+        source = self._replicator.source(len(rows), grad, dim)
+        key = (
+            arguments,
+            signatures.of_tensors(source.tensors),
+            source.plan.description,
+            root.training,
+            global_state(),
+            dim,
+        )
+        return key, pieces, source
+
+    def _entry(self, key: Hashable) -> _Entry:
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(self._made)
+            self._made += 1
+            while len(self._entries) > _MAX_SIGNATURES:
+                self._entries.popitem(last=False)
+        self._entries.move_to_end(key)
+        return entry
+
+    def _check_attributes(self, entry: _Entry) -> None:
+        changed = entry.snapshot.differs()
+        if changed is None:
+            return
+        entry.forget()
+        entry.restarts += 1
+        entry.note = f"{changed} changed since it was recorded"
+        if entry.restarts > _MAX_RESTARTS:
+            self._give_up(entry, f"{changed} changes between forwards")
+
+    def _eager_for_once(self, entry: _Entry) -> bool:
+        """Whether this step alone has to be eager, or is, to be timed."""
+        if entry.recording.busy():
+            entry.note = "an earlier forward's backward was still to come"
+            if self.kind == "graph":
+                raise EngineError(
+                    "a recorded forward was called again while the backward of the one before was "
+                    'still to come (its output is kept): call backward first, use engine="auto", '
+                    "or torch.no_grad() where no gradient is wanted"
+                )
+            if entry.trial is not None:
+                entry.trial.interrupt()
+            return True
+        if entry.trial is None:
+            return False
+        recorded = entry.trial.recorded_next()
+        entry.times = entry.trial.times()
+        if entry.times is None:
+            return not recorded
+        entry.trial = None
+        graph_ms, eager_ms = entry.times
+        if eager_ms < graph_ms:
+            self._give_up(entry, f"eager is faster: {eager_ms:.2f} ms against {graph_ms:.2f} ms")
+            return True
+        return False
+
+    # Running
+
+    def _run_eager(self, entry: _Entry, eager: Callable[[], Any]) -> Any:
+        entry.steps["eager"] += 1
+        return eager()
+
+    def _replay(self, entry: _Entry, pieces: Any, source: Source) -> Callable[[], Any]:
+        entry.steps["graph"] += 1
+        entry.note = ""
+        outputs = entry.recording.run(pieces, source.tensors)
+        return lambda: outputs
+
+    def _run_watched(self, entry: _Entry, root: Any, eager: Callable[[], Any]) -> Any:
+        entry.steps["eager"] += 1
+        if entry.snapshot is None:
+            entry.snapshot = _C.Snapshot(tuple(root.modules()))
+        changed = entry.snapshot.differs()
+        if changed is not None:
+            entry.forget()
+            entry.restarts += 1
+            if entry.restarts > _MAX_RESTARTS:
+                self._give_up(entry, f"{changed} changes between forwards")
+            return eager()
+        watches: List[Watch] = []
+
+        def begin(replicas: Sequence[torch.nn.Module]) -> Watch:
+            watches.append(Watch(replicas))
+            return watches[-1]
+
+        self._watching.begin = begin
+        try:
+            outputs = eager()
+        finally:
+            self._watching.begin = None
+        entry.watched += 1
+        reasons = [watch.reason for watch in watches if watch.reason]
+        if reasons:
+            self._give_up(entry, reasons[0])
+        return outputs
+
+    def _record(self, entry: _Entry, source: Source, rows: Any, named: Any, pieces: Any) -> None:
+        recorder = self._recorder or captures.CudaRecorder(source.devices)
+        if entry.snapshot.differs() is not None:
+            entry.forget()
+            return
+        try:
+            entry.recording = Recording(source, rows, named, pieces, recorder)
+        except NotRecordable as reason:
+            self._give_up(entry, str(reason))
+        except Exception as error:
+            self._give_up(entry, f"{type(error).__name__}: {error}")
+        else:
+            if self.kind == "auto":
+                entry.trial = _Trial(recorder)
+            self._drop_recordings()
+
+    def _drop_recordings(self) -> None:
+        kept = 0
+        for entry in reversed(self._entries.values()):
+            if entry.recording is not None:
+                kept += 1
+                if kept > MAX_RECORDINGS:
+                    entry.forget()
+                    entry.note = f"more than {MAX_RECORDINGS} signatures were recorded since"
+
+    def _give_up(self, entry: _Entry, reason: str) -> None:
+        entry.forget()
+        entry.reason = reason
+        self._refuse(reason)
+
+    def _refuse(self, reason: str) -> None:
+        if self.kind == "graph":
+            raise EngineError(_sentence(reason))
+        if reason not in self._logged:
+            self._logged.append(reason)
+            _log.info("engine: %s", _sentence(reason))
+
+
+def _sentence(reason: str) -> str:
+    return f"the forward is not recorded: {reason}"
