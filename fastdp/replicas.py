@@ -117,6 +117,7 @@ class Replicator:
             def checked(same: bool) -> Any:
                 if not same or tree is not self._tree:
                     raise NotRecordable("its modules changed while it was recorded")
+                tree.collect()  # a refresh wants to be told of what is there now
                 return act()
 
             return self._held(self._module(), False, checked)
