@@ -9,10 +9,13 @@ from sklearn.datasets import load_digits
 
 
 @pytest.fixture(autouse=True)
-def _one_home():
-    """Libraries keep their files and their network to themselves."""
+def _small_and_quiet():
+    """No library looks for a network, and no small operation is spread over threads of its own."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -81,12 +81,22 @@ def wrong(impl, n):
     return side
 
 
-def check(program, impl, n=2, like_plain=True, like_torch="exactly", used=None, reference=None):
+def check(
+    program,
+    impl,
+    n=2,
+    *,
+    like_plain=True,
+    like_torch="exactly",
+    used=None,
+    reference=None,
+    bound=BOUND,
+):
     """Runs the program with fastdp and compares.
 
-    On every device it must be within BOUND of the plain module there; or, where data parallelism
+    On every device it must be within `bound` of the plain module there; or, where data parallelism
     means other numbers than the plain module's (`like_plain=False`), of torch's nn.DataParallel on
-    the host. Host replicas must also be bit for bit like torch's; "nearly" (within BOUND) and
+    the host. Host replicas must also be bit for bit like torch's; "nearly" (within `bound`) and
     "unable" (torch's cannot run it) are for reasons that the program gives. `used` is the set of
     the numbers of replicas that forwards had; None means {n}. `reference` is run for the other
     sides instead of the program itself.
@@ -98,38 +108,42 @@ def check(program, impl, n=2, like_plain=True, like_torch="exactly", used=None, 
     on_host = impl.home.type == "cpu"
     if (on_host and like_torch != "unable") or not like_plain:
         want = reference(torchs(n))
-        (same if on_host and like_torch == "exactly" else near)(got, want)
+        if on_host and like_torch == "exactly":
+            same(got, want)
+        else:
+            near(got, want, bound)
     if like_plain:
         want = reference(plain(impl.home))
-        near(got, want)
-    assert not is_near(reference(wrong(impl, n)), want), "the program cannot tell a wrong wrapper"
+        near(got, want, bound)
+    broken = reference(wrong(impl, n))
+    assert not is_near(broken, want, bound), "the program cannot tell a wrong wrapper"
 
 
-def near(got, want, path="result"):
-    """Trees of equal structure whose tensors and floats are within BOUND; all else is equal."""
+def near(got, want, bound, path="result"):
+    """Trees of equal structure whose tensors and floats are within `bound`; all else is equal."""
     if isinstance(want, (torch.Tensor, float)):
         torch.testing.assert_close(
             torch.as_tensor(got).detach().cpu(),
             torch.as_tensor(want).detach().cpu(),
-            rtol=BOUND,
-            atol=BOUND,
+            rtol=bound,
+            atol=bound,
             msg=lambda text: f"{path}: {text}",
         )
     elif isinstance(want, dict):
         assert list(got) == list(want), path
         for key in want:
-            near(got[key], want[key], f"{path}[{key!r}]")
+            near(got[key], want[key], bound, f"{path}[{key!r}]")
     elif isinstance(want, (list, tuple)):
         assert len(got) == len(want), path
         for i, (left, right) in enumerate(zip(got, want, strict=True)):
-            near(left, right, f"{path}[{i}]")
+            near(left, right, bound, f"{path}[{i}]")
     else:
         assert got == want, path
 
 
-def is_near(got, want):
+def is_near(got, want, bound):
     try:
-        near(got, want)
+        near(got, want, bound)
     except AssertionError:
         return False
     return True
