@@ -3,12 +3,14 @@
     python benchmarks/comm.py --devices 0,1                      two GPUs
     python benchmarks/comm.py --devices 0,0 --sizes 1M,64M       two replicas on one GPU
     FASTDP_TRANSPORT=host python benchmarks/comm.py              by another transport
+    python benchmarks/comm.py --devices cpu,cpu --sizes 4K       to try the script itself
 
 Every way moves the same bytes into memory that is there already (but for sums, whose results are
 new in every way), in turn, round after round. Device time is between two events on the first GPU,
 for some calls that were enqueued while all streams were held up: no host time is in it. Host time
 is what enqueuing took meanwhile. "bare copy" copies what has to move, and nothing else: from GPU to
 GPU, or within the one. GB/s counts those bytes; "of bare" is the bare copy's time over the way's.
+On the host a call is over when it returns: both times are the wall's.
 
 The last verbs move the 161 parameters of a ResNet-50 (width 64: 102 MB; 32: 28 MB) as one bucket,
 as a forward and a backward do. The kernels alone: benchmarks/kernels.c.
@@ -21,7 +23,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
@@ -29,11 +30,12 @@ from torch.nn.parallel import comm as torch_comm
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+from clocks import Clock, HostClock, Timing  # noqa: E402
 from measure import machine  # noqa: E402
 
 from fastdp import _C, comm  # noqa: E402
 
-OURS, BARE = "fastdp", "bare copy"
+OURS, BARE, TORCH, NCCL = "fastdp", "bare copy", "torch.cuda.comm", "torch.cuda.nccl"
 SIZES = "4K,16K,64K,256K,512K,1M,2M,4M,8M,16M,64M,256M"
 MIB = 2**20
 MAX_CALLS = 20  # enqueued together
@@ -49,55 +51,7 @@ class Job(NamedTuple):
     ways: Dict[str, Callable[[], Any]]
 
 
-class Timing(NamedTuple):
-    device_us: float
-    host_us: float
-
-
-class Clock:
-    """Times calls on some GPUs, apart on device and host."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = list(dict.fromkeys(devices))
-        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._streams = [torch.cuda.current_stream(device) for device in self._devices]
-        self._cycles_per_ms = self._calibrate()
-
-    def _calibrate(self) -> float:
-        cycles = 100_000_000
-        torch.cuda._sleep(cycles)  # the GPU wakes up
-        self._begin.record(self._streams[0])
-        torch.cuda._sleep(cycles)
-        self._end.record(self._streams[0])
-        self.wait()
-        return cycles / self._begin.elapsed_time(self._end)
-
-    def wait(self) -> None:
-        for device in self._devices:
-            torch.cuda.synchronize(device)
-
-    def time(self, call: Callable[[], Any], calls: int, held_ms: float) -> Timing:
-        """All streams are held up for `held_ms`; then the calls run."""
-        self.wait()
-        home = self._streams[0]
-        torch.cuda._sleep(int(held_ms * self._cycles_per_ms))
-        self._begin.record(home)
-        for stream in self._streams[1:]:
-            stream.wait_event(self._begin)
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        host_s = time.perf_counter() - start
-        for stream in self._streams[1:]:
-            home.wait_stream(stream)
-        self._end.record(home)
-        self.wait()
-        return Timing(
-            self._begin.elapsed_time(self._end) * 1e3 / calls, host_s * 1e6 / calls
-        )
-
-
-def race(job: Job, clock: Clock, rounds: int) -> List[Dict[str, Any]]:
+def race(job: Job, clock: Any, rounds: int) -> List[Dict[str, Any]]:
     """Each way once a round. One row per way; one that fails says so."""
     timings: Dict[str, List[Timing]] = {}
     plans, failed = {}, {}
@@ -155,8 +109,12 @@ def _copies(pairs: Sequence[Any]) -> Callable[[], None]:
     return call
 
 
+def _are_gpus(devices: Devices) -> bool:
+    return devices[0].type == "cuda"
+
+
 def _are_distinct(devices: Devices) -> bool:
-    return len(set(devices)) == len(devices)
+    return _are_gpus(devices) and len(set(devices)) == len(devices)
 
 
 def broadcast(size_bytes: int, devices: Devices) -> Job:
@@ -165,26 +123,26 @@ def broadcast(size_bytes: int, devices: Devices) -> Job:
     ways = {
         BARE: _copies([(target, source) for target in out]),
         OURS: lambda: comm.broadcast(source, out=out),
-        "torch.cuda.comm": lambda: torch_comm.broadcast(source, out=out),
     }
+    if _are_gpus(devices):
+        ways[TORCH] = lambda: torch_comm.broadcast(source, out=out)
     if _are_distinct(devices):
-        ways["torch.cuda.nccl"] = lambda: torch.cuda.nccl.broadcast([source, *out])
+        ways[NCCL] = lambda: torch.cuda.nccl.broadcast([source, *out])
     return Job("broadcast", size_bytes, size_bytes * len(out), ways)
 
 
 def reduce_add(size_bytes: int, devices: Devices) -> Job:
     inputs = [_new(size_bytes, device) for device in devices]
     landing = [_new(size_bytes, devices[0]) for _ in devices[1:]]
-    home = devices[0].index
+    home = devices[0]
     ways = {
         BARE: _copies(list(zip(landing, inputs[1:]))),
         OURS: lambda: comm.reduce_add(inputs, home),
-        "torch.cuda.comm": lambda: torch_comm.reduce_add(inputs, home),
     }
+    if _are_gpus(devices):
+        ways[TORCH] = lambda: torch_comm.reduce_add(inputs, home.index)
     if _are_distinct(devices):
-        ways["torch.cuda.nccl"] = lambda: torch.cuda.nccl.reduce(
-            inputs, torch.empty_like(inputs[0]), 0
-        )
+        ways[NCCL] = lambda: torch.cuda.nccl.reduce(inputs, torch.empty_like(inputs[0]), 0)
     return Job("reduce_add", size_bytes, size_bytes * len(landing), ways)
 
 
@@ -196,8 +154,9 @@ def scatter(size_bytes: int, devices: Devices) -> Job:
     ways = {
         BARE: _copies(list(zip(out, pieces))),
         OURS: lambda: comm.scatter(whole, out=out),
-        "torch.cuda.comm": lambda: torch_comm.scatter(whole, out=out),
     }
+    if _are_gpus(devices):
+        ways[TORCH] = lambda: torch_comm.scatter(whole, out=out)
     return Job("scatter", size_bytes, size_bytes, ways)
 
 
@@ -208,8 +167,9 @@ def gather(size_bytes: int, devices: Devices) -> Job:
     ways = {
         BARE: _copies(list(zip(pieces, tensors))),
         OURS: lambda: comm.gather(tensors, out=out),
-        "torch.cuda.comm": lambda: torch_comm.gather(tensors, out=out),
     }
+    if _are_gpus(devices):
+        ways[TORCH] = lambda: torch_comm.gather(tensors, out=out)
     return Job("gather", size_bytes, size_bytes, ways)
 
 
@@ -245,7 +205,7 @@ def bucket_broadcast(width: int, devices: Devices) -> Job:
         OURS: lambda: bucket.broadcast(tensors, flats),
     }
     if _are_distinct(devices):
-        ways["torch.cuda.comm"] = lambda: torch_comm.broadcast_coalesced(tensors, ids)
+        ways[TORCH] = lambda: torch_comm.broadcast_coalesced(tensors, ids)
     moved_bytes = size_bytes * len(flats)
     return Job(f"bucket broadcast, {len(tensors)} tensors", size_bytes, moved_bytes, ways)
 
@@ -262,8 +222,9 @@ def bucket_reduce(width: int, devices: Devices) -> Job:
     ways = {
         BARE: _copies(list(zip(landing, others))),
         OURS: lambda: bucket.reduce(rows, flat),
-        "torch.cuda.comm": lambda: torch_comm.reduce_add_coalesced(rows, home),
     }
+    if _are_gpus(devices):
+        ways[TORCH] = lambda: torch_comm.reduce_add_coalesced(rows, home)
     moved_bytes = size_bytes * len(others)
     return Job(f"bucket reduce, {len(rows[0])} tensors", size_bytes, moved_bytes, ways)
 
@@ -286,7 +247,7 @@ def bars(rows: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
         title = f"{verb} of {size_text(size_bytes)}"
         if size_bytes == 64 * MIB and row["of_bare"] is not None:
             results.append(_bar(f"{title}: share of the bare copy's rate", row["of_bare"], 0.85))
-        nccl = found.get((verb, size_bytes, "torch.cuda.nccl"), {}).get("device_us")
+        nccl = found.get((verb, size_bytes, NCCL), {}).get("device_us")
         if MIB // 2 <= size_bytes <= 8 * MIB and nccl is not None:
             times = nccl / row["device_us"]
             results.append(_bar(f"{title}: NCCL's time over fastdp's", times, 1.0))
@@ -337,7 +298,10 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(arguments)
-    args.devices = [int(device) for device in args.devices.split(",")]
+    names = args.devices.split(",")
+    if not all(name == "cpu" or name.isdigit() for name in names):
+        parser.error(f"--devices is {args.devices!r}: numbers of GPUs, or cpu,cpu")
+    args.devices = [torch.device("cpu" if name == "cpu" else f"cuda:{name}") for name in names]
     args.verbs = args.verbs.split(",")
     for verb in args.verbs:
         if verb not in VERBS and verb not in BUCKETS:
@@ -346,31 +310,37 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
         args.sizes = [parse_size(size) for size in args.sizes.split(",")]
     except ValueError as error:
         parser.error(f"--sizes: {error}")
-    if args.rounds < 1 or len(args.devices) < 2:
-        parser.error("--rounds must be at least 1, and --devices name two or more")
+    if args.rounds < 1:
+        parser.error(f"--rounds is {args.rounds}: it must be at least 1")
+    if len(args.devices) < 2 or len({device.type for device in args.devices}) > 1:
+        parser.error("--devices: two or more are needed, all GPUs or all cpu")
     return args
 
 
-def main() -> None:
-    args = parse()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a GPU; benchmarks/host_cost.py does not")
-    devices = [torch.device("cuda", index) for index in args.devices]
-    torch.cuda.set_device(devices[0])
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    args = parse(arguments)
+    devices = args.devices
     where = machine()
-    where["gpu"] = torch.cuda.get_device_name(devices[0])
-    where["transport"] = os.environ.get("FASTDP_TRANSPORT", "auto")
+    clock: Any = HostClock()
+    if _are_gpus(devices):
+        if not torch.cuda.is_available():
+            raise SystemExit("there is no GPU here; --devices cpu,cpu tries the script")
+        torch.cuda.set_device(devices[0])
+        where["gpu"] = torch.cuda.get_device_name(devices[0])
+        clock = Clock(devices)
+    numbers = tuple((2, d.index) if d.type == "cuda" else (1, 0) for d in devices)  # by DLPack
+    where["transport"], where["since"] = _C.transport(numbers, None)
     print(json.dumps(where))
-    clock = Clock(devices)
     rows: List[Dict[str, Any]] = []
     for verb in args.verbs:
         make = VERBS.get(verb) or BUCKETS[verb]
         for size in args.sizes if verb in VERBS else WIDTHS:
             taken = race(make(size, devices), clock, args.rounds)
-            torch.cuda.empty_cache()
+            if _are_gpus(devices):
+                torch.cuda.empty_cache()
             show(taken)
             rows += taken
-    promised = bars(rows)
+    promised = bars(rows) if _are_distinct(devices) else []
     print()
     for bar in promised:
         word = "holds" if bar["holds"] else "FAILS"

@@ -4,13 +4,21 @@ DistributedDataParallel, in turn in one run.
     python benchmarks/step.py --devices 0,1                      four models, whole steps
     python benchmarks/step.py --devices 0,0 --part backward      forward and backward only
     python benchmarks/step.py --devices 0,1 --models resnet50:512,gpt2:32
+    python benchmarks/step.py --devices 0,1 --models resnet50-fp16,resnet50-fp32
+    python benchmarks/step.py --devices 0,1 --ddp eager,reduce-overhead
+    python benchmarks/step.py --devices cpu,cpu --models tiny    to try the script itself
 
 A step is forward, loss (the mean of the output), backward, and a fused optimizer on the reduced
 gradients, with zero_grad(set_to_none=True). Batches are per GPU: on one GPU listed twice, the
-replicas share its batch. "one GPU" is the bare module on one GPU's batch: the floor.
-DDP runs in processes that this script starts, one per GPU, which take their turns too. Host time is
-until the step has returned, before the GPUs are waited for. FASTDP_TRANSPORT=peer|nccl|host forces
-how fastdp moves its bytes.
+replicas share its batch. "one GPU" is the bare module on one GPU's batch: the floor. fastdp runs
+over each of --transports, and as recorded graphs where it has them. "silent" is fastdp's step with
+its communication switched off inside: what the step takes longer is communication not hidden. DDP
+runs in processes that this script starts, one per GPU, which take their turns too.
+
+Columns: ms per step, the median of the turns, the fastest and the slowest; host time, until the
+step has returned, before the GPUs are waited for; seconds for 1,000 batches of all GPUs; times
+fastdp (its first row) and times one GPU; MB that the rival added to the peaks of allocated and of
+reserved memory, for each GPU.
 """
 
 from __future__ import annotations
@@ -20,298 +28,241 @@ import json
 import os
 import statistics
 import sys
-import time
 import traceback
 import warnings
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-import torch.multiprocessing as mp
-from torch import nn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from measure import machine  # noqa: E402
-from models import MODELS, Model  # noqa: E402
+from models import MODELS, STANDARD  # noqa: E402
+from rivals import (  # noqa: E402
+    Block,
+    Devices,
+    Distributed,
+    Local,
+    distinct,
+    fastdp_wrap,
+    has_graphs,
+    torch_wrap,
+    wire_ms,
+)
 
-OURS = "fastdp"
-
-
-class Block(NamedTuple):
-    """One turn of one rival: ms per step, ms of host time per step."""
-
-    step_ms: float
-    host_ms: float
-
-
-class Trainer:
-    """Takes steps with one module, wrapped or not."""
-
-    def __init__(self, model: Model, base: nn.Module, wrapped: nn.Module, batch: Any, part: str):
-        self._model = model
-        self._module = wrapped
-        self._batch = batch
-        self._optimizer = model.fused_optimizer(base) if part == "step" else None
-        self._base = base
-
-    def step(self) -> None:
-        if self._optimizer is None:
-            self._base.zero_grad(set_to_none=True)
-        else:
-            self._optimizer.zero_grad(set_to_none=True)
-        with self._model.precision():
-            loss = self._module(self._batch).float().mean()
-        loss.backward()
-        if self._optimizer is not None:
-            self._optimizer.step()
-
-    def block(self, steps: int, devices: Sequence[int]) -> Block:
-        _wait(devices)
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        host = time.perf_counter()
-        _wait(devices)
-        end = time.perf_counter()
-        return Block((end - start) * 1e3 / steps, (host - start) * 1e3 / steps)
-
-    def rest(self) -> None:
-        """Leaves no gradients behind for the next rival's memory."""
-        self._base.zero_grad(set_to_none=True)
+OURS, ONE, SILENT = "fastdp", "one GPU", ", silent"
 
 
-def _wait(devices: Sequence[int]) -> None:
-    for device in dict.fromkeys(devices):
-        torch.cuda.synchronize(device)
+class Entry(NamedTuple):
+    """`batches`: of those of one GPU, in one step."""
+
+    make: Callable[[], Any]
+    batches: int
 
 
-class Local:
-    """A rival in this process."""
+def entries_of(name: str, per_gpu: int, args: argparse.Namespace) -> Dict[str, Entry]:
+    """The rivals by name, in the order of their turns."""
+    model, devices, n = MODELS[name], args.devices, args.gpus
 
-    def __init__(
-        self,
-        model: Model,
-        devices: Sequence[int],
-        per_gpu: int,
-        part: str,
-        wrap: Callable[[nn.Module], nn.Module],
-        gpus: int,
-    ) -> None:
-        torch.manual_seed(0)
-        home = torch.device("cuda", devices[0])
-        base = model.make(home)
-        batch = model.batch(per_gpu * gpus, home)
-        self._devices = devices
-        self._trainer = Trainer(model, base, wrap(base), batch, part)
-        self.transient_mb: List[float] = []
+    def local(wrap: Any, gpus: int, silent: bool = False) -> Entry:
+        return Entry(lambda: Local(model, devices, per_gpu, args.part, wrap, gpus, silent), gpus)
 
-    def block(self, steps: int) -> Block:
-        for device in dict.fromkeys(self._devices):
-            torch.cuda.reset_peak_memory_stats(device)
-        before = [torch.cuda.memory_allocated(d) for d in dict.fromkeys(self._devices)]
-        result = self._trainer.block(steps, self._devices)
-        peaks = [torch.cuda.max_memory_allocated(d) for d in dict.fromkeys(self._devices)]
-        self.transient_mb = [round((p - b) / 2**20, 1) for p, b in zip(peaks, before)]
-        self._trainer.rest()
-        return result
-
-    def end(self) -> None:
-        del self._trainer
-
-
-def _ddp_process(
-    rank: int, name: str, devices: Sequence[int], per_gpu: int, mode: str, port: int, pipe: Any
-) -> None:
-    try:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        device = torch.device("cuda", devices[rank])
-        torch.cuda.set_device(device)
-        torch.distributed.init_process_group("nccl", rank=rank, world_size=len(devices))
-        torch.manual_seed(0)
-        model = MODELS[name]
-        base = model.make(device)
-        inner = base
-        if mode != "eager":
-            inner = torch.compile(base, mode=None if mode == "default" else mode)
-        wrapped = nn.parallel.DistributedDataParallel(inner, device_ids=[device.index])
-        trainer = Trainer(model, base, wrapped, model.batch(per_gpu, device), "step")
-        pipe.send("ready")
-        while True:
-            steps = pipe.recv()
-            if steps == 0:
-                break
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            result = trainer.block(steps, [device.index])
-            peak = torch.cuda.max_memory_allocated(device)
-            pipe.send((result, round((peak - before) / 2**20, 1)))
-        torch.distributed.destroy_process_group()
-    except BaseException:
-        pipe.send(traceback.format_exc())
-
-
-class Distributed:
-    """torch's DistributedDataParallel: a process per GPU. A step takes as long as its slowest."""
-
-    def __init__(self, name: str, devices: Sequence[int], per_gpu: int, mode: str, port: int):
-        context = mp.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for rank in range(len(devices)):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_ddp_process,
-                args=(rank, name, list(devices), per_gpu, mode, port, theirs),
-                daemon=True,
-            )
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        self.transient_mb: List[float] = []
-        for pipe in self._pipes:
-            answer = pipe.recv()
-            if answer != "ready":
-                raise RuntimeError(answer)
-
-    def block(self, steps: int) -> Block:
-        for pipe in self._pipes:
-            pipe.send(steps)
-        answers = [pipe.recv() for pipe in self._pipes]
-        for answer in answers:
-            if isinstance(answer, str):
-                raise RuntimeError(answer)
-        self.transient_mb = [memory for _, memory in answers]
-        return Block(
-            max(block.step_ms for block, _ in answers), max(block.host_ms for block, _ in answers)
-        )
-
-    def end(self) -> None:
-        for pipe, process in zip(self._pipes, self._processes):
-            try:
-                pipe.send(0)
-            except OSError:
-                pass
-            process.join(20)
-            if process.is_alive():
-                process.kill()
-
-
-def rivals_of(name: str, per_gpu: int, args: argparse.Namespace) -> Dict[str, Callable[[], Any]]:
-    """Name -> maker, in the order of their turns."""
-    import fastdp
-
-    model, devices, n = MODELS[name], args.devices, len(set(args.devices))
-
-    def local(wrap: Callable[[nn.Module], nn.Module], gpus: int) -> Callable[[], Any]:
-        return lambda: Local(model, devices, per_gpu, args.part, wrap, gpus)
-
-    makers: Dict[str, Callable[[], Any]] = {
-        "one GPU": local(lambda m: m, 1),
-        "torch DP": local(lambda m: nn.DataParallel(m, device_ids=devices), n),
+    entries = {
+        ONE: local(lambda module: module, 1),
+        "torch DP": local(torch_wrap(devices), n),
     }
-    makers[OURS] = local(lambda m: fastdp.DataParallel(m, device_ids=devices), n)
+    for engine in args.engines:
+        for transport in args.transports:
+            title = f"{OURS} {transport}" if engine == "eager" else f"{OURS} {engine} {transport}"
+            wrap = fastdp_wrap(devices, transport, engine)
+            entries[title] = local(wrap, n)
+            if transport == args.transports[0]:
+                entries[title + SILENT] = local(wrap, n, silent=True)
     if args.part == "step" and len(devices) == n > 1:
         for i, mode in enumerate(args.ddp):
-            makers["DDP" if mode == "eager" else f"DDP compiled {mode}"] = (
-                lambda mode=mode, i=i: Distributed(name, devices, per_gpu, mode, args.port + i)
+            entries["DDP" if mode == "eager" else f"DDP compiled {mode}"] = Entry(
+                lambda mode=mode, i=i: Distributed(name, devices, per_gpu, mode, args.port + i), n
             )
-    return {k: v for k, v in makers.items() if not args.only or k in args.only}
+    return {k: v for k, v in entries.items() if not args.only or k in args.only}
 
 
-def race(makers: Dict[str, Callable[[], Any]], args: argparse.Namespace) -> List[Dict[str, Any]]:
+def race(entries: Dict[str, Entry], args: argparse.Namespace) -> List[Dict[str, Any]]:
     """Blocks of steps, rival after rival, round after round."""
     rivals: Dict[str, Any] = {}
+    memories: Dict[str, Any] = {}
     blocks: Dict[str, List[Block]] = {}
     failed: Dict[str, str] = {}
-    for name, make in makers.items():
+
+    def fail(name: str, error: Exception) -> None:
+        traceback.print_exc()
+        failed[name] = str(error).strip().splitlines()[-1][:200]
+        rival = rivals.pop(name, None)
+        if rival is not None:
+            rival.end()
+
+    for name, entry in entries.items():
         try:
-            rivals[name] = make()
-            rivals[name].block(args.warmup)
+            rivals[name] = entry.make()
+            memories[name] = rivals[name].warm_up(args.warmup)
             blocks[name] = []
         except Exception as error:
-            failed[name] = str(error).strip().splitlines()[-1][:200]
-            rivals.pop(name, None)
-            traceback.print_exc()
+            fail(name, error)
     for _ in range(args.rounds):
-        for name, rival in rivals.items():
-            blocks[name].append(rival.block(args.steps))
-    rows = []
-    for name, rival in rivals.items():
-        steps = sorted(block.step_ms for block in blocks[name])
-        rows.append(
-            {
-                "rival": name,
-                "step_ms": statistics.median(steps),
-                "low_ms": steps[0],
-                "high_ms": steps[-1],
-                "host_ms": statistics.median(block.host_ms for block in blocks[name]),
-                "transient_mb": rival.transient_mb,
-            }
-        )
+        for name, rival in list(rivals.items()):
+            try:
+                blocks[name].append(rival.block(args.steps))
+            except Exception as error:
+                fail(name, error)
+    rows = [_row(name, entries[name], blocks[name], memories[name], args.gpus) for name in rivals]
+    for rival in rivals.values():
         rival.end()
-    rows += [{"rival": name, "failed": reason} for name, reason in failed.items()]
-    torch.cuda.empty_cache()
-    return rows
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    compare(rows)
+    return rows + [{"rival": name, "failed": reason} for name, reason in failed.items()]
 
 
-def show(title: str, rows: Sequence[Dict[str, Any]]) -> None:
+def _row(
+    name: str, entry: Entry, blocks: Sequence[Block], memory: Any, gpus: int
+) -> Dict[str, Any]:
+    steps = sorted(block.step_ms for block in blocks)
+    median_ms = statistics.median(steps)
+    return {
+        "rival": name,
+        "step_ms": median_ms,
+        "low_ms": steps[0],
+        "high_ms": steps[-1],
+        "host_ms": statistics.median(block.host_ms for block in blocks),
+        "s_per_1000_batches": median_ms * gpus / entry.batches,
+        **memory._asdict(),
+    }
+
+
+def compare(rows: List[Dict[str, Any]]) -> None:
+    """Adds to each row how many times longer every rival takes for the same batches, and to
+    fastdp's what of its communication is not hidden."""
+    found = {row["rival"]: row for row in rows}
+    for row in rows:
+        own = row["s_per_1000_batches"]
+        row["times_ours"] = {k: v["s_per_1000_batches"] / own for k, v in found.items()}
+        silent = found.get(row["rival"] + SILENT)
+        if silent is not None:
+            row["not_hidden_ms"] = row["step_ms"] - silent["step_ms"]
+            row["not_hidden_share"] = row["not_hidden_ms"] / row["step_ms"]
+
+
+def first_of_ours(rows: Sequence[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
+    return next(
+        (r for r in rows if r["rival"].startswith(OURS) and "failed" not in r), None
+    )
+
+
+def show(title: str, rows: Sequence[Dict[str, Any]], wire: Optional[Dict[str, float]]) -> None:
     print(f"\n{title}")
-    print(f"{'':28}{'ms/step':>9}{'low':>9}{'high':>9}{'host':>9}{'x ours':>8}  transient MB")
-    ours = next((row["step_ms"] for row in rows if row["rival"].startswith(OURS)), None)
+    columns = ("ms/step", "low", "high", "host", "s/1,000", "x fastdp", "x one")
+    print(f"{'':28}" + "".join(f"{c:>9}" for c in columns) + "  MB allocated, reserved")
+    ours = first_of_ours(rows)
+    floor = next((r for r in rows if r["rival"] == ONE and "failed" not in r), None)
     for row in rows:
         if "failed" in row:
             print(f"{row['rival']:28}failed: {row['failed']}")
             continue
-        times = "" if ours is None else f"{row['step_ms'] / ours:8.2f}"
+        keys = ("step_ms", "low_ms", "high_ms", "host_ms", "s_per_1000_batches")
+        figures = "".join(f"{row[key]:9.3f}" for key in keys)
+        for base in (ours, floor):
+            figures += f"{'':9}" if base is None else f"{base['times_ours'][row['rival']]:9.2f}"
+        print(f"{row['rival']:28}{figures}  {row['allocated_mb']}, {row['reserved_mb']}")
+    for row in rows:
+        if "not_hidden_ms" in row:
+            print(
+                f"{row['rival']}: communication not hidden {row['not_hidden_ms']:.3f} ms, "
+                f"{100 * row['not_hidden_share']:.1f} % of the step"
+            )
+    if wire is not None:
         print(
-            f"{row['rival']:28}{row['step_ms']:9.3f}{row['low_ms']:9.3f}{row['high_ms']:9.3f}"
-            f"{row['host_ms']:9.3f}{times:>8}  {row['transient_mb']}",
-            flush=True,
+            f"bare copies of {wire['parameter_mb']:.1f} MB of parameters there and back: "
+            f"{wire['there_and_back_ms']:.3f} ms",
         )
+    sys.stdout.flush()
 
 
 def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--devices", default="0,1", help="such as 0,1 or 0,0")
-    parser.add_argument("--models", default=",".join(MODELS), help="name or name:batch per GPU")
+    parser.add_argument("--devices", default="0,1", help="such as 0,1 or 0,0 or cpu,cpu")
+    parser.add_argument("--models", default=",".join(STANDARD), help="name or name:batch per GPU")
     parser.add_argument("--part", choices=("step", "backward"), default="step")
+    parser.add_argument("--transports", default="", help="default: all that can join the devices")
+    parser.add_argument("--engines", default="", help="eager,graph (default: all there are)")
     parser.add_argument("--ddp", default="eager", help="eager,default,reduce-overhead or none")
-    parser.add_argument("--only", default="", help="rivals by name, separated by commas")
+    parser.add_argument("--only", default="", help="rivals by name, separated by ;")
     parser.add_argument("--steps", type=int, default=10, help="steps in one turn")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--port", type=int, default=29511)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(arguments)
-    args.devices = [int(device) for device in args.devices.split(",")]
+    for option in ("steps", "rounds", "warmup"):
+        if getattr(args, option) < 1:
+            parser.error(f"--{option} is {getattr(args, option)}: it must be at least 1")
+    args.devices = [_device(name, parser) for name in args.devices.split(",")]
+    if len({device.type for device in args.devices}) > 1 or len(args.devices) < 2:
+        parser.error("--devices: two or more are needed, all GPUs or all cpu")
+    on_host = args.devices[0].type == "cpu"
+    # Replicas on the host stand for GPUs of their own.
+    args.gpus = len(args.devices) if on_host else len(distinct(args.devices))
+    args.models = [_chosen(entry, parser) for entry in args.models.split(",")]
+    one_memory = on_host or args.gpus == 1
+    args.transports = (args.transports or ("local" if one_memory else "peer,nccl,host")).split(",")
+    args.engines = args.engines.split(",") if args.engines else _engines(on_host)
     args.ddp = [] if args.ddp == "none" else args.ddp.split(",")
-    args.only = [t for t in args.only.split(",") if t]
+    args.only = [title for title in args.only.split(";") if title]
     return args
 
 
-def chosen(models: str) -> List[Tuple[str, int]]:
-    pairs = []
-    for entry in models.split(","):
-        name, _, batch = entry.partition(":")
-        if name not in MODELS:
-            raise SystemExit(f"--models: {name!r} is not one of {', '.join(MODELS)}")
-        pairs.append((name, int(batch) if batch else MODELS[name].per_gpu))
-    return pairs
+def _device(name: str, parser: argparse.ArgumentParser) -> torch.device:
+    if name == "cpu":
+        return torch.device("cpu")
+    if not name.isdigit():
+        parser.error(f"--devices: {name!r} is neither the number of a GPU nor cpu")
+    return torch.device("cuda", int(name))
 
 
-def main() -> None:
-    args = parse()
-    warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a GPU; benchmarks/host_cost.py does not")
+def _engines(on_host: bool) -> List[str]:
+    return ["eager", "graph"] if not on_host and has_graphs() else ["eager"]
+
+
+def _chosen(entry: str, parser: argparse.ArgumentParser) -> Tuple[str, int]:
+    name, _, batch = entry.partition(":")
+    if name not in MODELS:
+        parser.error(f"--models: {name!r} is not one of {', '.join(MODELS)}")
+    if batch and not (batch.isdigit() and int(batch) > 0):
+        parser.error(f"--models: {batch!r} is no batch size; write {name}:{MODELS[name].per_gpu}")
+    return name, int(batch) if batch else MODELS[name].per_gpu
+
+
+def where_it_ran(devices: Devices) -> Dict[str, Any]:
     where = machine()
-    where["gpu"] = torch.cuda.get_device_name(args.devices[0])
+    if devices[0].type == "cuda":
+        where["gpu"] = torch.cuda.get_device_name(devices[0])
+        where["cuda"] = torch.version.cuda
+    return where
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    args = parse(arguments)
+    warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
+    if args.devices[0].type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("there is no GPU here; --devices cpu,cpu --models tiny tries the script")
+    where = where_it_ran(args.devices)
     print(json.dumps(where))
     tables = []
-    for name, per_gpu in chosen(args.models):
-        title = f"{name}, {per_gpu} per GPU, devices {args.devices}, {args.part}"
-        rows = race(rivals_of(name, per_gpu, args), args)
-        show(title, rows)
-        tables.append({"title": title, "rows": rows})
+    for name, per_gpu in args.models:
+        shown = [d.index if d.type == "cuda" else "cpu" for d in args.devices]
+        title = f"{name}, {per_gpu} per GPU, devices {shown}, {args.part}"
+        rows = race(entries_of(name, per_gpu, args), args)
+        wire = wire_ms(MODELS[name], args.devices)
+        show(title, rows, wire)
+        tables.append({"title": title, "rows": rows, "wire": wire})
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"machine": where, "tables": tables}, file, indent=1)

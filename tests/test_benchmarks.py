@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import measure  # noqa: E402
+import models  # noqa: E402
 
 
 def run(name, *options):
@@ -114,3 +116,168 @@ def test_a_bar_may_count_beyond_a_floor():
 def test_median_and_spread():
     sample = measure._sample([float(value) for value in range(101)])
     assert sample == (50.0, 10.0, 90.0)
+
+
+# step.py and comm.py, on the host: that they run and what they report.
+
+
+def tables(tmp_path, name, *options):
+    done = run(name, "--json", str(tmp_path / "out.json"), *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads((tmp_path / "out.json").read_text()), done.stdout
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    return tables(
+        tmp_path_factory.mktemp("step"),
+        "step.py",
+        *("--devices", "cpu,cpu", "--models", "tiny:6"),
+        *("--steps", "2", "--rounds", "3", "--warmup", "2", "--transports", "local,host"),
+        *("--only", "one GPU;torch DP;fastdp local;fastdp local, silent;fastdp host;DDP"),
+    )
+
+
+OURS = ["fastdp local", "fastdp local, silent", "fastdp host"]
+
+
+def test_step_races_every_rival(step):
+    found = step[0]["tables"]
+    assert [table["title"] for table in found] == [
+        "tiny, 6 per GPU, devices ['cpu', 'cpu'], step"
+    ]
+    rows = found[0]["rows"]
+    assert [row["rival"] for row in rows] == ["one GPU", "torch DP", *OURS, "DDP"]
+    for row in rows:
+        assert "failed" not in row, row
+        assert 0 < row["low_ms"] <= row["step_ms"] <= row["high_ms"]
+        assert row["host_ms"] > 0
+
+
+def test_step_counts_batches_of_all_gpus(step):
+    for row in step[0]["tables"][0]["rows"]:
+        steps = 2 if row["rival"] == "one GPU" else 1
+        assert row["s_per_1000_batches"] == pytest.approx(row["step_ms"] * steps)
+
+
+def test_step_compares_all_with_all(step):
+    rows = {row["rival"]: row for row in step[0]["tables"][0]["rows"]}
+    for row in rows.values():
+        for name, times in row["times_ours"].items():
+            assert times == pytest.approx(
+                rows[name]["s_per_1000_batches"] / row["s_per_1000_batches"]
+            )
+        assert set(row["times_ours"]) == set(rows)
+    ours, silent = rows["fastdp local"], rows["fastdp local, silent"]
+    assert ours["not_hidden_ms"] == pytest.approx(ours["step_ms"] - silent["step_ms"])
+    assert ours["not_hidden_share"] == pytest.approx(ours["not_hidden_ms"] / ours["step_ms"])
+    assert "not_hidden_ms" not in rows["fastdp host"]
+    assert "fastdp local: communication not hidden " in step[1]
+
+
+def test_a_scaled_step_is_an_ordinary_one():
+    import rivals
+
+    model = models.MODELS["tiny-fp16"]
+    device = torch.device("cpu")
+    base = model.make(device)
+    before = [parameter.clone() for parameter in base.parameters()]
+    trainer = rivals.Trainer(model, base, base, model.batch(4, device), "step")
+    trainer.step()
+    scale = trainer._scaler.get_scale()
+    assert scale == 65536.0
+    for old, new in zip(before, base.parameters()):
+        assert torch.equal(new, old - 1e-4 * new.grad)  # the optimizer has unscaled it
+
+
+def test_a_silent_step_moves_nothing():
+    import rivals
+    from fastdp import _C
+
+    device = torch.device("cpu")
+
+    def moved(silent):
+        wrap = rivals.fastdp_wrap([device, device], "local", "eager")
+        rival = rivals.Local(models.MODELS["tiny"], [device] * 2, 4, "step", wrap, 2, silent)
+        rival.warm_up(1)
+        _C.reset_counters()
+        rival.block(3)
+        calls = {verb: counter["calls"] for verb, counter in _C.counters().items()}
+        return calls["bucket_broadcast"], calls["bucket_reduce"]
+
+    assert moved(False) == (3, 3)
+    assert moved(True) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--models", "resnet9"], "--models: 'resnet9' is not one of mlp, "),
+        (["--models", "mlp:0"], "--models: '0' is no batch size; write mlp:64"),
+        (["--devices", "0"], "--devices: two or more are needed, all GPUs or all cpu"),
+        (["--devices", "0,cpu"], "--devices: two or more are needed, all GPUs or all cpu"),
+        (["--devices", "a,b"], "--devices: 'a' is neither the number of a GPU nor cpu"),
+        (["--rounds", "0"], "--rounds is 0: it must be at least 1"),
+    ],
+)
+def test_step_refuses(capsys, options, words):
+    import step as script
+
+    with pytest.raises(SystemExit):
+        script.parse(options)
+    assert words in capsys.readouterr().err
+
+
+def test_step_defaults_by_devices():
+    import step as script
+
+    two = script.parse(["--devices", "0,1"])
+    assert two.transports == ["peer", "nccl", "host"] and two.gpus == 2
+    assert [name for name, _ in two.models] == ["mlp", "resnet18", "resnet50", "gpt2"]
+    one = script.parse(["--devices", "0,0", "--models", "resnet50:512,gpt2"])
+    assert one.transports == ["local"] and one.gpus == 1
+    assert one.models == [("resnet50", 512), ("gpt2", 8)]
+    rivals = script.entries_of("mlp", 64, two)
+    assert "DDP" in rivals and "fastdp nccl" in rivals and "fastdp peer, silent" in rivals
+    assert rivals["one GPU"].batches == 1 and rivals["torch DP"].batches == 2
+    backward = script.entries_of("mlp", 64, script.parse(["--part", "backward"]))
+    assert "DDP" not in backward
+
+
+def test_comm_measures_every_verb(tmp_path):
+    found, _ = tables(
+        tmp_path, "comm.py", "--devices", "cpu,cpu,cpu", "--sizes", "4K,64K", "--rounds", "2"
+    )
+    assert found["machine"]["transport"] == "local"
+    assert found["bars"] == []
+    verbs = {}
+    for row in found["rows"]:
+        assert "failed" not in row, row
+        assert 0 < row["low_us"] <= row["device_us"] <= row["high_us"]
+        verbs.setdefault((row["verb"], row["size_bytes"]), []).append(row["way"])
+    assert all(ways == ["bare copy", "fastdp"] for ways in verbs.values())
+    assert [verb for verb, size in verbs if size == 65536] == [
+        *("broadcast", "reduce_add", "scatter", "gather")
+    ]
+    assert sum("161 tensors" in verb for verb, _ in verbs) == 4
+
+
+def test_comm_bars():
+    import comm
+
+    def row(verb, size_bytes, way, device_us, of_bare=0.9):
+        head = {"verb": verb, "size_bytes": size_bytes, "way": way}
+        return head | {"device_us": device_us, "of_bare": of_bare}
+
+    rows = [
+        row("broadcast", 64 << 20, "fastdp", 200.0, 0.84),
+        row("broadcast", 1 << 20, "fastdp", 20.0),
+        row("broadcast", 1 << 20, "torch.cuda.nccl", 30.0),
+        row("reduce_add", 16 << 20, "fastdp", 20.0),
+        row("reduce_add", 16 << 20, "torch.cuda.nccl", 10.0),
+        row("scatter", 64 << 20, "fastdp", 20.0, 0.1),
+    ]
+    assert [(bar["measured"], bar["least"], bar["holds"]) for bar in comm.bars(rows)] == [
+        (0.84, 0.85, False),
+        (1.5, 1.0, True),
+    ]

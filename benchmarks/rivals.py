@@ -1,0 +1,317 @@
+"""The rivals of benchmarks/step.py: each takes a turn of some training steps when told to, on GPUs
+or, to try the benchmark itself, on the host.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import time
+import traceback
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.multiprocessing as mp
+from models import MODELS, Model
+from torch import nn
+
+# How long a process of DDP may take to answer: compiling is slow.
+ANSWER_S = 400.0
+
+Devices = Sequence[torch.device]
+
+
+class Block(NamedTuple):
+    """One turn of one rival: ms per step, ms of host time per step."""
+
+    step_ms: float
+    host_ms: float
+
+
+class Memory(NamedTuple):
+    """What a rival added to the peaks of its devices, in MB, one figure for each."""
+
+    allocated_mb: List[float]
+    reserved_mb: List[float]
+
+
+def distinct(devices: Devices) -> List[torch.device]:
+    return list(dict.fromkeys(devices))
+
+
+def wait(devices: Devices) -> None:
+    for device in distinct(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+class MemoryWatch:
+    """Peaks of some devices from now on. The host has none that torch would count."""
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices = [device for device in distinct(devices) if device.type == "cuda"]
+        for device in self._devices:
+            # Under its own device: another one's memory may not be given back.
+            with torch.cuda.device(device):
+                torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        self._before = [
+            (torch.cuda.memory_allocated(d), torch.cuda.memory_reserved(d)) for d in self._devices
+        ]
+
+    def read(self) -> Memory:
+        allocated, reserved = [], []
+        for device, (was_allocated, was_reserved) in zip(self._devices, self._before):
+            allocated.append(torch.cuda.max_memory_allocated(device) - was_allocated)
+            reserved.append(torch.cuda.max_memory_reserved(device) - was_reserved)
+        return Memory(*([round(b / 2**20, 1) for b in sizes] for sizes in (allocated, reserved)))
+
+
+class Trainer:
+    """Takes steps with one module, wrapped or not. `part` "backward" leaves the optimizer out."""
+
+    def __init__(self, model: Model, base: nn.Module, wrapped: nn.Module, batch: Any, part: str):
+        self._model = model
+        self._module = wrapped
+        self._batch = batch
+        self._optimizer = model.fused_optimizer(base) if part == "step" else None
+        self._kind = batch.device.type
+        self._scaler = torch.amp.GradScaler(self._kind) if model.scales else None
+        self._base = base
+
+    def step(self) -> None:
+        if self._optimizer is None:
+            self._base.zero_grad(set_to_none=True)
+        else:
+            self._optimizer.zero_grad(set_to_none=True)
+        with self._model.precision(self._kind):
+            loss = self._module(self._batch).float().mean()
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        loss.backward()
+        if self._optimizer is None:
+            return
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+
+    def block(self, steps: int, devices: Devices) -> Block:
+        wait(devices)
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        host = time.perf_counter()
+        wait(devices)
+        end = time.perf_counter()
+        return Block((end - start) * 1e3 / steps, (host - start) * 1e3 / steps)
+
+    def rest(self) -> None:
+        """Leaves no gradients behind for the next rival's memory."""
+        self._base.zero_grad(set_to_none=True)
+
+
+class Local:
+    """A rival in this process. `gpus` times the batch of one GPU is its batch."""
+
+    def __init__(
+        self,
+        model: Model,
+        devices: Devices,
+        per_gpu: int,
+        part: str,
+        wrap: Callable[[nn.Module], nn.Module],
+        gpus: int,
+        silent: bool = False,
+    ) -> None:
+        self._watch = MemoryWatch(devices)
+        torch.manual_seed(0)
+        base = model.make(devices[0])
+        batch = model.batch(per_gpu * gpus, devices[0])
+        self._devices = devices
+        self._is_silent = silent
+        self._trainer = Trainer(model, base, wrap(base), batch, part)
+
+    def warm_up(self, steps: int) -> Memory:
+        before = {id(bucket) for bucket in _buckets()}
+        self._trainer.block(steps, self._devices)
+        if self._is_silent:
+            for bucket in _buckets():
+                if id(bucket) not in before:
+                    bucket.core = _Silent(bucket.core)
+            self._trainer.block(2, self._devices)
+        memory = self._watch.read()
+        self._trainer.rest()
+        return memory
+
+    def block(self, steps: int) -> Block:
+        result = self._trainer.block(steps, self._devices)
+        self._trainer.rest()
+        return result
+
+    def end(self) -> None:
+        del self._trainer
+        gc.collect()
+
+
+def _buckets() -> List[Any]:
+    from fastdp.buckets import Bucket
+
+    return [each for each in gc.get_objects() if type(each) is Bucket]
+
+
+class _Silent:
+    """A bucket's core that moves nothing: replicas and sums are what their memory held before, of
+    an earlier step as a rule. All else of the step is as it was."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def broadcast(self, sources: Any, flats: Any) -> None:
+        pass
+
+    def reduce(self, gradients: Any, flat: Any) -> None:
+        pass
+
+
+def fastdp_wrap(devices: Devices, transport: str, engine: str) -> Callable[[nn.Module], nn.Module]:
+    import fastdp
+
+    options = {} if engine == "eager" else {"engine": engine}
+    ids = [str(device) for device in devices]
+    return lambda module: fastdp.DataParallel(module, ids, transport=transport, **options)
+
+
+def has_graphs() -> bool:
+    import fastdp
+
+    return "engine" in inspect.signature(fastdp.DataParallel).parameters
+
+
+def torch_wrap(devices: Devices) -> Callable[[nn.Module], nn.Module]:
+    if devices[0].type == "cuda":
+        return lambda module: nn.DataParallel(module, [device.index for device in devices])
+    import torch_on_host
+
+    return lambda module: torch_on_host.DataParallel(module, list(range(len(devices))))
+
+
+# DDP, a process per GPU.
+
+
+def _ddp_process(
+    rank: int, name: str, devices: Devices, per_gpu: int, mode: str, port: int, pipe: Any
+) -> None:
+    try:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        device = devices[rank]
+        is_gpu = device.type == "cuda"
+        if is_gpu:
+            torch.cuda.set_device(device)
+        torch.distributed.init_process_group(
+            "nccl" if is_gpu else "gloo", rank=rank, world_size=len(devices)
+        )
+        watch = MemoryWatch([device])
+        torch.manual_seed(0)
+        model = MODELS[name]
+        base = model.make(device)
+        inner = base
+        if mode != "eager":
+            inner = torch.compile(base, mode=None if mode == "default" else mode)
+        wrapped = nn.parallel.DistributedDataParallel(inner, [device.index] if is_gpu else None)
+        trainer = Trainer(model, base, wrapped, model.batch(per_gpu, device), "step")
+        pipe.send("ready")
+        while True:
+            steps = pipe.recv()
+            if steps == 0:
+                break
+            pipe.send((trainer.block(steps, [device]), watch.read()))
+        torch.distributed.destroy_process_group()
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+class Distributed:
+    """torch's DistributedDataParallel: a process per GPU. A step takes as long as its slowest."""
+
+    def __init__(self, name: str, devices: Devices, per_gpu: int, mode: str, port: int):
+        context = mp.get_context("spawn")
+        self._pipes: List[Any] = []
+        self._processes: List[Any] = []
+        for rank in range(len(devices)):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_ddp_process,
+                args=(rank, name, list(devices), per_gpu, mode, port, theirs),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()  # so that a process that dies is seen as one
+            self._pipes.append(ours)
+            self._processes.append(process)
+        try:
+            self._answers()
+        except BaseException:
+            self.end()
+            raise
+
+    def _answers(self) -> List[Any]:
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(ANSWER_S):
+                raise RuntimeError(f"DDP's rank {rank} did not answer in {ANSWER_S:g} s")
+            try:
+                answer = pipe.recv()
+            except EOFError:
+                raise RuntimeError(f"DDP's rank {rank} has died") from None
+            if isinstance(answer, str) and answer != "ready":
+                raise RuntimeError(answer)
+            answers.append(answer)
+        return answers
+
+    def _turn(self, steps: int) -> Tuple[Block, Memory]:
+        for pipe in self._pipes:
+            pipe.send(steps)
+        answers = self._answers()
+        block = Block(*(max(times) for times in zip(*(block for block, _ in answers))))
+        memory = Memory(*(sum(sizes, []) for sizes in zip(*(memory for _, memory in answers))))
+        return block, memory
+
+    def warm_up(self, steps: int) -> Memory:
+        return self._turn(steps)[1]
+
+    def block(self, steps: int) -> Block:
+        return self._turn(steps)[0]
+
+    def end(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes):
+            try:
+                pipe.send(0)
+            except OSError:
+                pass
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+def wire_ms(model: Model, devices: Devices) -> Optional[Dict[str, float]]:
+    """The bytes of all parameters there and back once, by bare copies between two devices."""
+    if devices[0].type != "cuda" or len(distinct(devices)) < 2:
+        return None
+    size_bytes = sum(p.numel() * p.element_size() for p in model.make(devices[0]).parameters())
+    there = torch.empty(size_bytes, dtype=torch.uint8, device=distinct(devices)[1])
+    here = torch.empty_like(there, device=devices[0])
+    times = []
+    for _ in range(6):
+        wait(devices)
+        start = time.perf_counter()
+        there.copy_(here, non_blocking=True)
+        here.copy_(there, non_blocking=True)
+        wait(devices)
+        times.append((time.perf_counter() - start) * 1e3)
+    return {"parameter_mb": size_bytes / 2**20, "there_and_back_ms": min(times)}
