@@ -72,7 +72,7 @@ def copy_gather(tensors, dim=0, destination=None):
             )
     shape = list(first.shape)
     shape[dim] = sum(t.size(dim) for t in tensors)
-    target = torch.empty(shape, dtype=first.dtype)
+    target = torch.empty(shape, dtype=first.dtype, device=first.device)
     start = 0
     for tensor in tensors:
         target.narrow(dim, start, tensor.size(dim)).copy_(tensor)

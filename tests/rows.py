@@ -327,6 +327,13 @@ SAME = {
     "X54": ["I1", "K6"], "X55": ["I1"], "X56": ["I3"], "X57": ["G4"],
 }  # fmt: skip
 
+# Rows with tests in C too: on simulated devices, which show what the host cannot.
+IN_C = {
+    "H1": ["test_context.c::test_bad_peer", "test_transports.c::test_stall"],
+    "H2": ["test_context.c::test_bad_peer"],
+    "H5": ["test_context.c::test_transport", "fake_device.c::test_peers"],
+}
+
 TITLES = {
     f"{letter}{number}": title
     for letter, (_, titles) in SECTIONS.items()

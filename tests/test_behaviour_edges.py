@@ -177,7 +177,7 @@ def test_weights_made_under_inference_mode(fast):
             same(dp(ints(4, 3)), module(ints(4, 3).to(fast.home)))
 
 
-@row("A1", why="many replicas")
+@row("A1", "H5", why="many replicas")
 @pytest.mark.parametrize("n", [8, 16])
 def test_many_replicas(impl, n):
     module, plain = Net(), Net()

@@ -185,7 +185,7 @@ def test_backward_with_inputs(impl):
     same(grads(module), grads(plain))
 
 
-@row("D5")
+@row("D5", "K25")
 def test_zero_grad_inside_forward_warns(impl):
     module = Apply(lambda s, x: s.zero_grad() or s.lin(x))
     dp = impl.wrap(module, 2)

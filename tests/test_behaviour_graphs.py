@@ -113,7 +113,7 @@ def test_gradients_taken_away_keep_their_values(impl):
 # Edits of the base between calls.
 
 
-@row("D9")
+@row("D9", "J3")
 @pytest.mark.parametrize("inference", [False, True])
 def test_every_write_is_seen(impl, inference):
     module = linear()
@@ -255,7 +255,7 @@ def test_functional_call_on_the_wrapper_is_refused_as_by_torch(fast):
         functional_call(dp, {"module.weight": torch.ones(2, 3)}, (ints(4, 3),))
 
 
-@row("A24")
+@row("A24", "K3")
 def test_lazy_modules_are_refused(impl):
     with pytest.raises((RuntimeError, ValueError), match="uninitialized parameter"):
         impl.wrap(nn.LazyLinear(2), 2)(torch.ones(4, 3))

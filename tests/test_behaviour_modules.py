@@ -191,7 +191,7 @@ def test_recomputed_weights(impl, kind):
         close(got, want)
 
 
-@row("A20")
+@row("A20", "X31")
 @pytest.mark.parametrize("kind", ["spectral_norm", "spectral_norm parametrized"])
 def test_power_iteration_vectors_persist_in_place(impl, kind):
     module = normed(kind)

@@ -29,7 +29,7 @@ class Conjugated(ComplexNet):
         return (x @ self.w.conj() + self.shift).conj()
 
 
-@row("E1")
+@row("E1", "K20")
 @pytest.mark.parametrize("grad", [True, False])
 def test_complex_stays_complex(impl, grad):
     module, plain = ComplexNet(), ComplexNet()
@@ -341,7 +341,7 @@ def test_convolution_net(impl):
     check_against_hand(impl, module, ints(6, 1, 5, 5), 2, CLOSE)
 
 
-@row("E7")
+@row("E7", "X7")
 def test_scalar_and_zero_size_parameters(impl):
     def make():
         module = Apply(lambda s, x: s.lin(x) * s.scale + s.none.sum())

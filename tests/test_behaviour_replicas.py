@@ -80,7 +80,7 @@ class Lists(nn.Module):
         return x * sum(p for p in self.ps) + sum(v for _, v in self.pd.items())
 
 
-@row("A2")
+@row("A2", "K29")
 def test_parameter_list_and_dict(impl):
     module = Lists()
     dp = impl.wrap(module, 2)
@@ -348,7 +348,7 @@ def test_deepcopy_in_forward(fast):
     same(fast.wrap(module, 2)(ints(4, 3)), linear()(ints(4, 3)))
 
 
-@row("A25")
+@row("A25", "K27")
 @pytest.mark.parametrize("detach", [False, True])
 def test_save_replicas(impl, detach):
     for replica in impl.api.replicate(Net().to(impl.home), impl.ids(2), detach):

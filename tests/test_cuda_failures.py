@@ -87,6 +87,7 @@ def answers(children, name):
     return dict(zip(map(tuple, lists), found["results"], strict=True)), found["log"]
 
 
+@pytest.mark.row("H5")
 @gpu_test
 @pytest.mark.parametrize("name", ["peer", "host"])
 def test_a_forced_transport_trains_right(children, name):
@@ -118,6 +119,7 @@ def test_nccl_trains_right_or_says_why_not(children):
         )
 
 
+@pytest.mark.row("H1", "H2")
 @gpu_test
 def test_bad_peer_copies_are_named_and_avoided(children):
     needs_two_gpus()
@@ -128,6 +130,7 @@ def test_bad_peer_copies_are_named_and_avoided(children):
     assert "cuda:0 and cuda:1 failed the check of peer copies" in warnings[0]
 
 
+@pytest.mark.row("H2")
 @gpu_test
 def test_bad_peer_copies_cannot_be_forced(children):
     needs_two_gpus()
@@ -155,6 +158,7 @@ def check_right(dp, module, home, rows=6):
     same(grads(module)["lin.bias"], reference.bias.grad)
 
 
+@pytest.mark.row("G4")
 @gpu_test
 @pytest.mark.parametrize("rank", [0, 1])
 def test_out_of_memory_in_one_replica_then_a_smaller_batch(ids, rank):
@@ -175,6 +179,7 @@ def test_out_of_memory_in_one_replica_then_a_smaller_batch(ids, rank):
         check_right(dp, module, home)
 
 
+@pytest.mark.row("G4")
 @gpu_test
 def test_out_of_memory_for_the_copies(ids):
     home, last = home_of(ids), torch.device("cuda", ids[-1])
@@ -206,6 +211,7 @@ def test_out_of_memory_for_the_copies(ids):
     same(module.bias.grad, torch.full((4096,), 4.0))
 
 
+@pytest.mark.row("I1")
 @gpu_test
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_replica_that_raises_while_the_other_computes(ids, rank):
@@ -234,6 +240,7 @@ def test_a_replica_that_raises_while_the_other_computes(ids, rank):
 # Devices that do not fit.
 
 
+@pytest.mark.row("F6")
 @gpu_test
 @pytest.mark.parametrize("where", ["cpu", "cuda:1"])
 def test_weights_that_are_not_on_the_first_device(where):
@@ -267,6 +274,7 @@ def test_a_gpu_that_is_not_there():
 # Devices that do.
 
 
+@pytest.mark.row("C14")
 @gpu_test
 def test_output_devices(ids):
     last = torch.device("cuda", ids[-1])
@@ -297,6 +305,7 @@ def _strided(x, device):
     return view.copy_(x)
 
 
+@pytest.mark.row("B19")
 @gpu_test
 @pytest.mark.parametrize("kind", ["cpu", "pinned", "strided", "strided cpu", "other GPU"])
 def test_inputs_from_anywhere(ids, kind):
@@ -313,6 +322,7 @@ def test_inputs_from_anywhere(ids, kind):
     assert wrong_training(ids, place=places[kind]) == []
 
 
+@pytest.mark.row("B20")
 @gpu_test
 @pytest.mark.parametrize("kind", ["cpu", "strided", "other GPU"])
 def test_gradients_of_inputs_from_anywhere(ids, kind):

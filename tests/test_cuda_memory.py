@@ -56,6 +56,7 @@ class Held:
         self.events = live_events()
 
 
+@pytest.mark.row("G3")
 def test_a_thousand_steps_hold_no_more_than_a_hundred(ids):
     steps = Steps(ids, layers=4)
 
@@ -79,6 +80,7 @@ def test_a_thousand_steps_hold_no_more_than_a_hundred(ids):
         assert beside <= GRANULE_BYTES, f"{device}: {beside} bytes were taken past torch"
 
 
+@pytest.mark.row("G3")
 def test_a_wrapper_that_is_gone_holds_nothing(ids):
     def replicas():
         return [t for t in threading.enumerate() if t.name.startswith("fastdp-replica")]
@@ -113,6 +115,7 @@ def test_a_wrapper_that_is_gone_holds_nothing(ids):
         assert not set(replicas()) - threads
 
 
+@pytest.mark.row("G1")
 def test_peak_on_the_first_gpu():
     """The bare module's, one set of buckets, and what DistributedDataParallel takes besides."""
     if torch.cuda.device_count() < 2:
@@ -149,6 +152,7 @@ def children():
     cuda_child.stop(started.values())
 
 
+@pytest.mark.row("G2")
 @pytest.mark.parametrize("pair", [(0, 0), (1, 1)], ids=str)
 def test_only_listed_gpus_get_a_context(children, pair):
     if torch.cuda.device_count() < 2:
@@ -156,6 +160,4 @@ def test_only_listed_gpus_get_a_context(children, pair):
     found = cuda_child.answer(children[pair])
     assert found["wrong"] == []
     assert pair[0] in found["bare"], "the context that must be seen is not seen"
-    assert found["wrapped"] == found["bare"]
-    if found["bare"] != [pair[0]]:
-        pytest.skip("torch itself touches the other GPU here")
+    assert found["wrapped"] == found["bare"]  # a torch that touches others by itself may

@@ -46,6 +46,7 @@ def put_to_sleep(devices, cycles):
     return events
 
 
+@pytest.mark.row("J2")
 @gpu_test
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_returns_while_the_gpus_are_held_up(ids, name, cycles_per_ms):
@@ -66,6 +67,7 @@ def test_a_step_returns_while_the_gpus_are_held_up(ids, name, cycles_per_ms):
     assert all(event.query() for event in events)
 
 
+@pytest.mark.row("J2")
 @gpu_test
 @pytest.mark.parametrize("name", STEPS)
 def test_torch_sees_no_synchronisation(ids, name):

@@ -197,6 +197,7 @@ def check(monkeypatch, ids, seeds=(1, 2), around=contextlib.nullcontext, **optio
         assert not wrong, f"seed {seed}: of {len(trace)} tensors, these differ: {wrong}"
 
 
+@pytest.mark.row("H8")
 @pytest.mark.parametrize("name", ["mlp", "cnn", "tied"])
 def test_steps_under_delays(monkeypatch, ids, name):
     check(monkeypatch, ids, name=name)
@@ -210,11 +211,13 @@ def test_accumulated_gradients_under_delays(monkeypatch, ids):
     check(monkeypatch, ids, seeds=(3,), name="mlp", micro_batches=2)
 
 
+@pytest.mark.row("B19")
 @pytest.mark.parametrize("place", [pinned, pageable])
 def test_host_inputs_that_are_freed_at_once(monkeypatch, ids, place):
     check(monkeypatch, ids, name="mlp", place=place)
 
 
+@pytest.mark.row("H8")
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 def test_a_caller_on_streams_of_its_own(monkeypatch, ids, name):
     streams = [torch.cuda.Stream(device) for device in distinct(ids)]
@@ -229,6 +232,7 @@ def test_a_caller_on_streams_of_its_own(monkeypatch, ids, name):
     check(monkeypatch, ids, seeds=(4, 5), around=around, name=name)
 
 
+@pytest.mark.row("H8")
 def test_streams_that_change_between_forward_and_backward(monkeypatch, ids):
     """The backward of a forward on other streams is right on the caller's streams."""
     devices = distinct(ids)

@@ -336,6 +336,7 @@ def test_forward_mode_and_transforms_are_noticed():
     assert seen == [True]
 
 
+@pytest.mark.row("H6")
 def test_balance_is_torchs_warning(monkeypatch):
     asked = []
     monkeypatch.setattr(DATA_PARALLEL, "_check_balance", asked.append, raising=False)
