@@ -196,7 +196,7 @@ class _Surgery:
                 self._had[name], self._put[name] = had, table[name]
                 setattr(_Torch, name, table[name])
         if _is_of_torch(self._function):
-            self._code, self._function.__code__ = self._function.__code__, _shim.__code__
+            self._code, self._function.__code__ = self._function.__code__, _SHIM
         vars(sys.modules[__package__])["DataParallel"] = _Torch
 
     def undo(self) -> None:
@@ -204,7 +204,7 @@ class _Surgery:
         _current = None
         self.holders.clear()
         vars(sys.modules[__package__])["DataParallel"] = _Fast
-        if self._code is not None and self._function.__code__ is _shim.__code__:
+        if self._code is not None and self._function.__code__ is _SHIM:
             self._function.__code__ = self._code
         for wrapped in list(self._made.values()):
             if type(wrapped) is _Torch:
@@ -246,7 +246,7 @@ class _Surgery:
 
 
 def run_function(*args: Any) -> Any:
-    """`data_parallel`, counted. Called by `_shim`."""
+    """`data_parallel`, counted. Called by torch's function."""
     surgery = _current
     if surgery is not None:
         surgery.places.add("data_parallel", _caller(2), None)
@@ -258,6 +258,10 @@ def _shim(module, inputs, device_ids=None, output_device=None, dim=0, module_kwa
     from fastdp.patch import run_function
 
     return run_function(module, inputs, device_ids, output_device, dim, module_kwargs)
+
+
+# Under the name that tracebacks and profiles had before.
+_SHIM = _shim.__code__.replace(co_name=_home.data_parallel.__name__)
 
 
 def _behaviour() -> Dict[str, Any]:
@@ -288,16 +292,20 @@ def _rehomed(value: Any) -> Any:
 
 class _Standard:
     """An option of a wrapper that was made without fastdp: its default value, kept at first use.
-    Found only where the wrapper has no such attribute."""
+    Found only where the wrapper's own dictionary has no such name; a part of that name is first."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __get__(self, wrapped: Any, owner: Any = None) -> Any:
-        standard = {} if wrapped is None else vars(_Fast(nn.Identity(), device_ids=["cpu"]))
-        if self._name not in standard:
-            raise AttributeError(f"DataParallel has no attribute {self._name!r}")
-        return wrapped.__dict__.setdefault(self._name, standard[self._name])
+        if wrapped is None:
+            raise AttributeError(f"{_Torch.__name__} has no attribute {self._name!r}")
+        try:
+            return nn.Module.__getattr__(wrapped, self._name)
+        except AttributeError:
+            # From a wrapper made here and now: as late as this its devices are looked for anyway.
+            standard = vars(_Fast(nn.Identity(), device_ids=["cpu"]))[self._name]
+            return wrapped.__dict__.setdefault(self._name, standard)
 
 
 def _is_of_torch(value: Any) -> bool:
