@@ -2,6 +2,7 @@
 
 #include "py_borrow.h"
 #include "py_layout.h"
+#include "py_slots.h"
 #include "py_views.h"
 
 /* The offsets that a caller gave, one for each prototype, in a block to be freed; NULL for None.
@@ -102,6 +103,7 @@ static void bucket_dealloc(PyObject *self) {
   PyTypeObject *type = Py_TYPE(self);
 
   PyObject_GC_UnTrack(self);
+  fdp_py_cuts_free(((fdp_py_bucket *)self)->cuts);
   fdp_bucket_close(((fdp_py_bucket *)self)->plan);
   type->tp_free(self);
   Py_DECREF(type);
@@ -302,6 +304,9 @@ static PyMethodDef bucket_methods[] = {
      PyDoc_STR("views($self, flat, /)\n--\n\n"
                "Every slot of flat as a tensor of its own, or None where "
                "the exchange table cannot make them.")},
+    {"split", fdp_py_bucket_split, METH_O,
+     PyDoc_STR("split($self, flat, /)\n--\n\n"
+               "Every slot of a torch tensor as a tensor of its storage.")},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef bucket_getters[] = {

@@ -15,6 +15,7 @@
 #include "py_layout.h"
 #include "py_log.h"
 #include "py_producer.h"
+#include "py_slots.h"
 #include "py_transport.h"
 #include "py_tree.h"
 #include "py_verbs.h"
@@ -157,6 +158,10 @@ static PyMethodDef module_methods[] = {
      PyDoc_STR("borrow(tensors, /)\n--\n\nBorrows each; the number of elements in all.")},
     {"describe", fdp_py_describe, METH_O,
      PyDoc_STR("describe(tensors, /)\n--\n\nWhat the tensors look like, as one string.")},
+    {"become", (PyCFunction)(void *)fdp_py_become, METH_FASTCALL,
+     PyDoc_STR("become(tensors, kinds, /)\n--\n\nGives each tensor its class, or lets it be.")},
+    {"aliases", (PyCFunction)(void *)fdp_py_aliases, METH_FASTCALL,
+     PyDoc_STR("aliases(tensors, kind, otherwise, /)\n--\n\nEach tensor under a new name.")},
     {"layout", fdp_py_layout, METH_O,
      PyDoc_STR("layout(tensor, /)\n--\n\n(shape, strides, dtype, device) by DLPack's numbers.")},
     {"transport", (PyCFunction)(void *)fdp_py_transport, METH_FASTCALL,
@@ -173,7 +178,10 @@ static int intern(PyObject **slot, const char *text) {
 static int make_names(fdp_py_state *state) {
   fdp_py_names *names = &state->names;
 
-  if (intern(&names->copy, "copy") < 0 || intern(&names->detach, "detach") < 0 ||
+  if (intern(&names->as_strided_in_place, "as_strided_") < 0 ||
+      intern(&names->class_, "__class__") < 0 ||
+      intern(&names->unsafe_split, "unsafe_split_with_sizes") < 0 ||
+      intern(&names->copy, "copy") < 0 || intern(&names->detach, "detach") < 0 ||
       intern(&names->dl_device, "dl_device") < 0 || intern(&names->dlpack, "__dlpack__") < 0 ||
       intern(&names->dlpack_device, "__dlpack_device__") < 0 ||
       intern(&names->exchange_table, "__dlpack_c_exchange_api__") < 0 ||

@@ -80,6 +80,15 @@ def layout(
 ) -> Tuple[Tuple[int, ...], Tuple[int, ...], Tuple[int, int, int], Tuple[int, int]]:
     """(shape, strides in elements, dtype, device) by DLPack's numbers."""
 
+def become(tensors: Tuple[Any, ...], kinds: Tuple[Optional[type], ...], /) -> None:
+    """Gives each tensor, which nobody else holds yet, its class; None lets it be."""
+
+def aliases(
+    tensors: Tuple[Any, ...], kind: type, otherwise: Callable[[Any], Any], /
+) -> Tuple[Any, ...]:
+    """`detach()` of each tensor whose class is `kind`, of that class too; otherwise(tensor) for any
+    other."""
+
 @final
 class Bucket:
     """The plan of a bucket (bucket.h). Immutable; any thread."""
@@ -113,6 +122,8 @@ class Bucket:
         """Every slot of `flat` as a tensor of flat's type, made by the exchange table: no autograd
         view relation, a version counter each, not resizable; they keep flat's memory alive. Host
         memory only. None when the type of `flat` carries no table that can make tensors of it."""
+    def split(self, flat: Any, /) -> Tuple[Any, ...]:
+        """The same of a torch tensor on any device, as tensors of flat's own storage."""
 
 @final
 class Array:

@@ -12,7 +12,6 @@ from typing import Any, Collection, List, Optional, Sequence, Tuple
 import torch
 
 from . import _C, _torch_compat
-from .arrays import TORCH
 from .flat_weights import FlatWeights
 from .streams import Communication
 
@@ -45,6 +44,7 @@ class Bucket:
         self.communication = communication
         self.places = tuple(places)
         self.parameters = tuple(parameters)
+        self._kinds = tuple(torch.nn.Parameter if each else None for each in self.parameters)
         self.devices = tuple(devices)
         self.device = self.devices[0]
         self.dtype = tensors[0].dtype
@@ -68,7 +68,7 @@ class Bucket:
         """Each slot as a tensor with a version counter of its own and no view relation: an in-place
         change of one must not invalidate the graphs of the others."""
         slots = self.core.views(flat)
-        return TORCH.slots(self.core, flat) if slots is None else slots
+        return self.core.split(flat) if slots is None else slots
 
     def with_zeros(self, tensors: Sequence[Optional[torch.Tensor]]) -> Sequence[torch.Tensor]:
         """One tensor per slot, zeros where there is None."""
@@ -99,6 +99,9 @@ class Bucket:
 
     def named_home(self, tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
         """The tensors as replica 0's: the same memory, parameters under new names."""
+        if all(self.parameters):
+            as_parameter = _torch_compat.as_parameter
+            return list(_C.aliases(tuple(tensors), torch.nn.Parameter, as_parameter))
         return [self._named(k, tensor) for k, tensor in enumerate(tensors)]
 
     def _named(self, k: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -110,9 +113,7 @@ class Bucket:
     def named_slots(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """The slots of `flat` as another replica's tensors."""
         slots = self.slots(flat)
-        for slot, is_parameter in zip(slots, self.parameters):
-            if is_parameter:
-                _torch_compat.become_parameter(slot)
+        _C.become(slots, self._kinds)
         return slots
 
     def take_for_sums(self) -> torch.Tensor:
