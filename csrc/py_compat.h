@@ -43,6 +43,17 @@ static inline PyObject *fdp_py_error_take(void) {
 #endif
 }
 
+/* What a weak reference points at: a new reference, NULL without an exception when it is gone. */
+static inline PyObject *fdp_py_weakref_get(PyObject *weak) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject *object = NULL;
+  return PyWeakref_GetRef(weak, &object) < 0 ? NULL : object;
+#else
+  PyObject *object = PyWeakref_GetObject(weak);
+  return object == Py_None ? NULL : Py_XNewRef(object);
+#endif
+}
+
 /* Raises `error` again and takes the reference over. */
 static inline void fdp_py_error_put(PyObject *error) {
 #if PY_VERSION_HEX >= 0x030C0000

@@ -15,6 +15,7 @@
 #include "py_layout.h"
 #include "py_log.h"
 #include "py_producer.h"
+#include "py_snapshot.h"
 #include "py_slots.h"
 #include "py_transport.h"
 #include "py_tree.h"
@@ -231,6 +232,7 @@ static int module_exec(PyObject *module) {
   if (fdp_py_bucket_add(module) < 0) return -1;
   if (fdp_py_array_add(module) < 0) return -1;
   if (fdp_py_handoff_add(module) < 0) return -1;
+  if (fdp_py_snapshot_add(module) < 0) return -1;
   return fdp_py_tree_add(module);
 }
 
