@@ -12,6 +12,7 @@ which side it is on, as nothing would in a user's file.
 """
 
 import dataclasses
+from unittest import mock
 
 import oracle
 import torch
@@ -77,7 +78,7 @@ def wrong(impl, n):
             cut = tree_map_only(torch.Tensor, torch.Tensor.detach, others)
             return super().gather([first, *cut], output_device)
 
-    side.parent = LosesGradients
+    side.name, side.parent = "wrong", LosesGradients
     return side
 
 
@@ -107,7 +108,9 @@ def check(
     reference = reference or program
     on_host = impl.home.type == "cpu"
     if (on_host and like_torch != "unable") or not like_plain:
-        want = reference(torchs(n))
+        # Libraries ask whether a model is a torch.nn.DataParallel, as fastdp's is.
+        with mock.patch.object(torch.nn, "DataParallel", oracle.DataParallel):
+            want = reference(torchs(n))
         if on_host and like_torch == "exactly":
             same(got, want)
         else:

@@ -5,6 +5,8 @@ replicas are no GPUs; and `torch.nn.DataParallel`, which the Trainer calls with 
 the side's class, which puts its replicas on the side's devices. All else is the library's.
 """
 
+from unittest import mock
+
 import numpy
 import pytest
 import torch
@@ -147,15 +149,16 @@ def take_elsewhere(run, trainer):
 
 
 @pytest.mark.parametrize("make", [classifier, language_model])
-def test_trainer(fast, library, digits, make, tmp_path, monkeypatch):
+def test_trainer(fast, library, digits, make, tmp_path):
     transformers = library("transformers")
     library("accelerate")
 
     def program(side):
-        if side.parent:
-            monkeypatch.setattr(torch.nn, "DataParallel", side.DataParallel)
-        folder = tmp_path / f"{side.name}{len(list(tmp_path.iterdir()))}"
-        return train(Run(transformers, side, digits, make, folder))
+        run = Run(transformers, side, digits, make, tmp_path / side.name)
+        if side.parent is None:
+            return train(run)
+        with mock.patch.object(torch.nn, "DataParallel", side.DataParallel):
+            return train(run)
 
     # Within 1e-5 for the language model, whose loss the library computes in single precision.
     check(program, fast, bound=1e-5 if make is language_model else BOUND)
