@@ -210,3 +210,22 @@ class AwaitedDict(Dict[Any, Any]):
     def __init__(self, gate: Gate, /) -> None: ...
     @property
     def gate(self) -> Gate: ...
+
+@final
+class Snapshot:
+    """What the attributes of some modules held when it was made (py_snapshot.c). Holds the values,
+    not the modules. One call at a time.
+
+    Seen: every entry of each `__dict__`; a change of class; the content of lists, tuples and
+    dictionaries (subclasses too), sets and deques, four levels down, 8192 entries in all, beyond
+    which a container is known by its identity and length; the attributes of dataclass objects and
+    of objects of the classes `records`; the address of tensors that are attributes, and on the host
+    whether they were written. Numbers, strings and tuples of them count by value, all else by
+    identity. Of `_parameters` and `_buffers` only the names, and which are None.
+
+    Not seen: the content of any other object (arrays, generators, modules that are not in
+    `modules`), class attributes, closures, globals, the elements of a tensor on a device."""
+    def __new__(cls, modules: Tuple[Any, ...], records: Tuple[type, ...] = (), /) -> Self: ...
+    def differs(self) -> Optional[str]:
+        """None if nothing that is seen has changed, else what has: the class of the module, the
+        entry, and where the module stands in `modules`."""
