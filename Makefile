@@ -51,7 +51,10 @@ core-test:
 	  fake_cuda/fake_runtime.c ../../csrc/device_cuda*.c ../../csrc/status.c ../../csrc/env.c \
 	  -pthread -o ../../build/core/fake_device; ../../build/core/fake_device
 
-python-test: environment
+programs: environment
+	@"$(PYTHON)" build_tools/programs.py
+
+python-test: environment programs
 	@echo; echo "== The Python tests"
 	@$(USE); "$$python" -m pytest -q
 
@@ -94,8 +97,9 @@ cuda-test: environment
 	  echo "$$found"; export FASTDP_CUDA=1; $(call BUILD_APART,build/cuda); \
 	  "$$python" -c 'import fastdp; assert fastdp.build_info()["cuda"], fastdp.build_info(); \
 	    print("built, linked and imported:", fastdp.__file__)'; \
+	  $(GPU_MAKE) PYTHON="$$python" all refusals; \
 	  if [ -e /dev/nvidiactl ]; then $(GPU_MAKE) PYTHON="$$python" test; \
-	  else $(GPU_MAKE) PYTHON="$$python" ARCH=sm_90 all; \
+	  else \
 	    echo "the tests for GPUs compiled; they were not run: there is no GPU"; fi; \
 	else echo "SKIPPED: $$found"; fi
 

@@ -1,6 +1,6 @@
 """The models whose training steps the benchmarks time, as the tables in the README say: an MLP and
-a ResNet-18 that are bound by launches, a ResNet-50 and a GPT-2 that can be bound by compute. Weights
-are random and so is the data; inputs lie on the first GPU. `tiny` is for trying a benchmark.
+a ResNet-18 that are bound by launches, a ResNet-50 and a GPT-2 that can be bound by compute.
+Weights are random and so is the data; inputs lie on the first GPU. `tiny` is for trying a script.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@
 #
 #   make -f gpu.mk test     all of them
 #   make -f gpu.mk check    all but NCCL's under compute-sanitizer: memcheck, initcheck, synccheck
+#   make -f gpu.mk refusals needs no GPU: an old driver, and where there is none, none
 #
 # NCCL's kernels wait for each other, which a sanitizer that runs kernels one by one never ends; what
-# fastdp enqueues around them is what gpu_transports runs. ARCH=sm_90 builds where there is no GPU.
+# fastdp enqueues around them is what gpu_transports runs. Without a GPU, `all` compiles everything.
 PYTHON ?= python3
-ARCH ?= native
+ARCH ?= $(if $(wildcard /dev/nvidiactl),native,sm_90)
 ROOT := ../..
 BUILD := build/gpu
 NVCC ?= $(shell $(PYTHON) $(ROOT)/build_tools/toolkit.py --nvcc)
@@ -19,7 +20,7 @@ TOOLS ?= memcheck initcheck synccheck
 FASTDP_NCCL ?= $(firstword $(wildcard $(addsuffix /libnccl.so.2,$(shell $(PYTHON) -c 'import sys; \
                  print(*(p + "/nvidia/" + d + "/lib" for p in sys.path for d in ("nccl", "cu13")))'))))
 
-PROGRAMS := gpu_device gpu_transports gpu_nccl
+PROGRAMS := gpu_device gpu_transports gpu_nccl cuda_refusals
 CHECKED := test_cuda gpu_device gpu_transports
 CORE := $(filter-out $(wildcard $(ROOT)/csrc/py_*.c),$(wildcard $(ROOT)/csrc/*.c))
 REF := $(wildcard $(ROOT)/kernels/ref*.c)
@@ -64,5 +65,15 @@ check: all
 	done; done; \
 	test -z "$$failed" || { echo "FAILED:$$failed"; exit 1; }; echo "No errors."
 
-.PHONY: all test check
+$(BUILD)/old/libcuda.so.1: old_driver.c
+	@mkdir -p $(@D)
+	@$(CC) -shared -fPIC -Wl,-soname,libcuda.so.1 $< -o $@
+
+refusals: $(BUILD)/cuda_refusals $(BUILD)/old/libcuda.so.1
+	@echo "== cuda_refusals"
+	@LD_LIBRARY_PATH=$(BUILD)/old $(BUILD)/cuda_refusals old
+	@if [ -e /dev/nvidiactl ]; then echo "there is a driver: what is said without one is not tested"; \
+	else $(BUILD)/cuda_refusals none; fi
+
+.PHONY: all test check refusals
 .SECONDARY:
