@@ -14,7 +14,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test core-test python-test sanitizer-test cuda-test gpu-test gpu-check \
-        environment clean
+        environment programs clean
 
 # Sets $$python, and what its builds need; written by `environment`.
 USE = source build/environment

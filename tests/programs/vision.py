@@ -1,7 +1,7 @@
 """Finds a torchvision that runs beside this torch.
 
 torchvision's wheels are built for torch's CUDA build: beside a CPU build their compiled operators
-do not load, and the import fails for want of them. So build_tools/environment.py puts it where
+do not load, and the import fails for want of them. So build_tools/programs.py puts it where nothing
 else sees it, and its one operator that the programs need is given in Python.
 """
 
