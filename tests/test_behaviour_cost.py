@@ -1,5 +1,5 @@
-"""BEHAVIOUR J: what a call costs, counted instead of timed: Python calls, core calls, nodes, objects,
-threads. (Times are measured by benchmarks/.)"""
+"""BEHAVIOUR J: what a call costs, counted instead of timed: Python calls, core calls, nodes,
+objects, threads. (Times are measured by benchmarks/.)"""
 
 import sys
 import threading

@@ -1,5 +1,5 @@
-"""BEHAVIOUR F, H and parity: repeated devices, devices that fastdp does not know, the current device,
-what goes on beside training, and the environment of the process."""
+"""BEHAVIOUR F, H and parity: repeated devices, devices that fastdp does not know, the current
+device, what goes on beside training, and the environment of the process."""
 
 import contextlib
 import gc

@@ -300,17 +300,29 @@ LAYOUTS = {
     "expanded": lambda: ints(1, 3).expand(5, 3),
     "offset": lambda: ints(7, 3)[2:],
     "negative numbers of a view": lambda: ints(5, 3).neg(),
+    "overlapping": lambda: torch.arange(7.0).double().as_strided((5, 3), (1, 1)),
     "channels": lambda: ints(5, 3, 1, 1).to(memory_format=torch.channels_last).flatten(1),
 }
 
 
-@row("B19")
+@row("B19", "X14")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_input_layouts(impl, layout):
     x = LAYOUTS[layout]()
     before = x.clone()
     same(impl.wrap(Net(), 2)(x), Net()(x))
     same(x, before)
+
+
+@row("B19", "X14")
+@pytest.mark.parametrize("memory", [torch.channels_last, torch.contiguous_format])
+def test_images_keep_their_memory_format(impl, memory):
+    seen = []
+    module = Apply(lambda s, x: seen.append(x.is_contiguous(memory_format=memory)) or x * 2)
+    x = ints(5, 3, 4, 4).to(memory_format=memory)
+    out = impl.wrap(module, 2)(x)
+    same(out, x * 2)
+    assert seen == [True] * 2
 
 
 @row("B19")
