@@ -9,13 +9,18 @@ from . import comm
 from ._C import build_info
 from .apply import parallel_apply
 from .functional import data_parallel
+from .losses import sum_losses
+from .marks import Replicated
 from .patch import patch
 from .replicas import replicate
+from .surprises import DataParallelWarning
 from .trees import gather, scatter, scatter_kwargs
 from .wrapper import DataParallel
 
 __all__ = [
     "DataParallel",
+    "DataParallelWarning",
+    "Replicated",
     "build_info",
     "comm",
     "data_parallel",
@@ -25,6 +30,7 @@ __all__ = [
     "replicate",
     "scatter",
     "scatter_kwargs",
+    "sum_losses",
 ]
 
 __version__ = build_info()["version"]

@@ -7,8 +7,8 @@ from typing import Any, Dict, List, Optional, Sequence
 import torch
 from torch import nn
 
+from .cuts import find_tensors
 from .devices import parse_device
-from .trees import find_tensors
 from .workers import Teams, run_jobs
 
 __all__ = ["parallel_apply"]
@@ -68,8 +68,9 @@ def apply_modules(
     inputs: Sequence[Any],
     kwargs: Optional[Sequence[Dict[str, Any]]],
     devices: Sequence[torch.device],
+    sequential: bool = False,
 ) -> List[Any]:
-    """`parallel_apply` on given threads and checked arguments."""
+    """`parallel_apply` on given threads and checked arguments; with `sequential` on none."""
     if not len(modules) == len(inputs) == len(devices):
         raise AssertionError(
             f"{len(modules)} modules, {len(inputs)} inputs and {len(devices)} devices: "
@@ -81,7 +82,7 @@ def apply_modules(
         _Call(module, given if isinstance(given, (list, tuple)) else (given,), named, device)
         for module, given, named, device in zip(modules, inputs, kwargs, devices)
     ]
-    return run_jobs(teams, runs, devices)
+    return run_jobs(teams, runs, devices, sequential)
 
 
 class _Call:

@@ -7,6 +7,8 @@ import os
 from typing import Optional
 
 UNUSED_GRADS = ("zero", "none")
+OVERLAPS = ("auto", "always", "never")
+TRANSPORTS = ("auto", "local", "peer", "nccl", "host")
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 
@@ -17,6 +19,24 @@ def unused_grad(option: Optional[str]) -> str:
         name, value = "FASTDP_UNUSED_GRAD", os.environ.get("FASTDP_UNUSED_GRAD") or "zero"
     if value not in UNUSED_GRADS:
         raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(UNUSED_GRADS)}")
+    return value
+
+
+def transport(option: Optional[str]) -> Optional[str]:
+    """The keyword `transport`; None leaves the choice to FASTDP_TRANSPORT, which the core reads."""
+    if option is not None and option not in TRANSPORTS:
+        raise ValueError(
+            f"transport is {option!r}: it must be one of {', '.join(TRANSPORTS)}, or None for what "
+            "FASTDP_TRANSPORT says"
+        )
+    return option
+
+
+def overlap() -> str:
+    """FASTDP_OVERLAP, else "auto"."""
+    value = os.environ.get("FASTDP_OVERLAP") or "auto"
+    if value not in OVERLAPS:
+        raise ValueError(f"FASTDP_OVERLAP is {value!r}: it must be one of {', '.join(OVERLAPS)}")
     return value
 
 

@@ -8,12 +8,14 @@ from typing import Any, Dict, Optional, Sequence
 import torch
 from torch import nn
 
-from . import environment, trees
+from . import environment
 from .apply import apply_modules
+from .cuts import scatter_arguments
 from .devices import parse_device
 from .placement import choose_devices, tensors_of
 from .plans import check_home
 from .runtime import MAKING, Runtime
+from .trees import gather_tree
 
 __all__ = ["data_parallel"]
 
@@ -49,22 +51,23 @@ def data_parallel(
     if not devices:
         raise RuntimeError("no available devices were found: device_ids=['cpu', ...] uses the host")
     output = devices[0] if output_device is None else parse_device(output_device, "output_device")
-    rows, named = trees.scatter_kwargs(inputs, module_kwargs, devices, dim)
-    if not rows and not named:
-        rows, named = ((),), ({},)
     if len(devices) == 1:
+        rows, named = scatter_arguments(inputs, module_kwargs, devices, dim)
         check_home(tensors_of(module), devices[0])
-        return module(*rows[0], **named[0])
-    options = environment.bucket_bytes(None), environment.unused_grad(None)
+        return module(*(rows[0] if rows else ()), **(named[0] if named else {}))
+    options = environment.bucket_bytes(None), environment.unused_grad(None), None
     with MAKING:
         runtime = _runtimes.get(module)
         if runtime is None or not runtime.serves(module, devices, options):
             runtime = _runtimes[module] = Runtime(module, devices, options, weak=True)
+    rows, named = scatter_arguments(inputs, module_kwargs, devices, dim, surprises=runtime.surprises)
+    if not rows and not named:
+        rows, named = ((),), ({},)
 
     def steps() -> Any:
         outputs = apply_modules(
             runtime.teams, runtime.replicas(len(rows)), rows, named, devices[: len(rows)]
         )
-        return trees.gather_tree(outputs, output, dim, runtime.tokens())
+        return gather_tree(outputs, output, dim, runtime.tokens())
 
     return runtime.forward(steps)

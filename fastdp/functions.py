@@ -25,19 +25,25 @@ Tensors = Tuple[torch.Tensor, ...]
 Gradients = Tuple[Optional[torch.Tensor], ...]
 
 
-def _needs_node(tensors: Sequence[torch.Tensor]) -> bool:
+def needs_node(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a gradient or a tangent has to be carried: a tangent would be dropped silently."""
     if _torch_compat.forward_mode_active():
         return True
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def scatter_tensor(tensor: torch.Tensor, devices: Sequence[torch.device], dim: int) -> Tensors:
-    """Pieces as `tensor.chunk` cuts them, each in new memory on its device; fewer than devices when
-    there are fewer rows."""
-    sizes = [piece.size(dim) for piece in tensor.detach().chunk(len(devices), dim)]
+def scatter_tensor(
+    tensor: torch.Tensor,
+    devices: Sequence[torch.device],
+    dim: int,
+    sizes: Optional[Sequence[int]] = None,
+) -> Tensors:
+    """Pieces of the given sizes, or as `tensor.chunk` cuts them, each in new memory on its device;
+    fewer than devices when there are fewer rows."""
+    if sizes is None:
+        sizes = [piece.size(dim) for piece in tensor.detach().chunk(len(devices), dim)]
     dim = dim % tensor.dim()
-    if _needs_node((tensor,)):
+    if needs_node((tensor,)):
         pieces = Scatter.apply(tuple(devices), tuple(sizes), dim, tensor)
     else:
         pieces = moves.scatter(TORCH, TORCH.source(tensor, "inputs"), devices, sizes, dim)
@@ -90,7 +96,7 @@ def _joined(tensors: Sequence[torch.Tensor], device: torch.device, dim: int) -> 
 
 
 def _gathered(tensors: Sequence[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
-    if _needs_node(tensors):
+    if needs_node(tensors):
         return Gather.apply(device, dim, len(tensors), *tensors)
     return _joined(tensors, device, dim)
 
@@ -111,16 +117,17 @@ def gather_tensors(
             stacklevel=2,
         )
         tensors = [tensor.view(1) for tensor in tensors]
-    _check_fit(tensors, dim, path)
+    check_fit(tensors, dim, path)
     dtype = tensors[0].dtype
     tensors = [t if t.dtype == dtype else t.to(dtype) for t in tensors]
     dim = dim % tensors[0].dim()
-    if _needs_node(tensors):
+    if needs_node(tensors):
         return Gather.apply(device, dim, len(tensors), *tensors, *tokens)
     return _joined(tensors, device, dim)
 
 
-def _check_fit(tensors: Sequence[torch.Tensor], dim: int, path: str) -> None:
+def check_fit(tensors: Sequence[torch.Tensor], dim: int, path: str) -> None:
+    """Whether the replicas' tensors can be joined; `path` names them in the error."""
     first = tensors[0]
     if not -first.dim() <= dim < first.dim():
         raise RuntimeError(

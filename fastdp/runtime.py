@@ -11,6 +11,7 @@ from torch import nn
 
 from .devices import parse_devices
 from .replicas import Lease, Replicator
+from .surprises import Surprises
 from .workers import Teams
 
 # Two threads at a wrapper's first forward share one runtime.
@@ -31,6 +32,7 @@ class Runtime:
         self.options = options
         self.teams = Teams()
         self.replicator = Replicator(module, devices, *options, weak=weak)
+        self.surprises = Surprises()
         self._module = weakref.ref(module)
         self._open = threading.local()
 

@@ -10,18 +10,16 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
+from .containers import is_namedtuple, rebuild, rebuild_dict
+from .cuts import Cut, scatter_arguments
 from .devices import parse_device, parse_devices
-from .functions import gather_tensors, scatter_tensor
+from .functions import gather_tensors
 
 __all__ = ["scatter", "scatter_kwargs", "gather"]
 
 # Leaves that gather gives back as a list with one entry per replica: torch raises for numbers and
 # makes garbage of strings.
 _LISTED = (int, float, complex, bool, str, bytes)
-
-
-def is_namedtuple(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "_asdict") and hasattr(value, "_fields")
 
 
 def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
@@ -42,62 +40,8 @@ def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
         RuntimeError: a 0-dim tensor.
         TypeError: a PackedSequence, or a dictionary type that cannot be rebuilt from pairs.
     """
-    return _scatter(inputs, parse_devices(target_gpus, "target_gpus"), dim, "inputs")
-
-
-def _scatter(tree: Any, devices: Tuple[torch.device, ...], dim: int, path: str) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return scatter_tensor(tree, devices, dim)
-    if isinstance(tree, torch.nn.utils.rnn.PackedSequence):
-        raise TypeError(
-            f"{path} is a PackedSequence: its data and batch_sizes cannot be cut independently. "
-            "Pass the padded batch and its lengths, and pack inside forward"
-        )
-    if not isinstance(tree, (tuple, list, dict)) or len(tree) == 0:
-        return [tree for _ in devices]
-    if isinstance(tree, dict):
-        columns = [
-            _scatter(item, devices, dim, f"{path}[{item[0]!r}]") for item in tree.items()
-        ]
-        return [_rebuild_dict(type(tree), pairs, path) for pairs in zip(*columns)]
-    columns = [_scatter(item, devices, dim, f"{path}[{i}]") for i, item in enumerate(tree)]
-    if is_namedtuple(tree):
-        return [type(tree)(*row) for row in zip(*columns)]
-    return [row if isinstance(tree, tuple) else list(row) for row in zip(*columns)]
-
-
-def _rebuild_dict(kind: type, pairs: Any, path: str) -> Any:
-    """A dictionary type made of its items; some would take them for the value of a field."""
-    pairs = list(pairs)
-    rebuilt = _rebuild(kind, pairs, path)
-    held = (*rebuilt.values(), *getattr(rebuilt, "__dict__", {}).values())
-    if any(value is pairs for value in held):
-        raise TypeError(
-            f"{path}: {kind.__name__} takes an iterable of its items for the value of a field; "
-            "convert it to a dict, or override scatter() or gather()"
-        )
-    return rebuilt
-
-
-def _rebuild(kind: type, items: Any, path: str) -> Any:
-    try:
-        return kind(items)
-    except TypeError as error:
-        raise TypeError(
-            f"{path}: {kind.__name__} cannot be rebuilt from an iterable of its items ({error}); "
-            "convert it to a dict or a list, or override scatter() or gather()"
-        ) from error
-
-
-def find_tensors(tree: Any) -> List[torch.Tensor]:
-    """Every tensor that scatter would cut, in order."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = [item for pair in tree.items() for item in pair]
-    if isinstance(tree, (tuple, list)):
-        return [tensor for item in tree for tensor in find_tensors(item)]
-    return []
+    cut = Cut(parse_devices(target_gpus, "target_gpus"), dim)
+    return cut.trees(inputs, "inputs")
 
 
 def scatter_kwargs(
@@ -113,21 +57,7 @@ def scatter_kwargs(
     arguments at all give two empty tuples. A batch in which every tensor is empty along `dim` is
     one replica's. Shapes, devices and errors as in `scatter`.
     """
-    devices = parse_devices(target_gpus, "target_gpus")
-    tensors = find_tensors(inputs), find_tensors(kwargs)
-    sizes = [tensor.size(dim) for found in tensors for tensor in found if tensor.dim() > 0]
-    if sizes and not any(sizes):
-        devices = devices[:1]
-    rows = _scatter(tuple(inputs), devices, dim, "inputs") if inputs else []
-    named = _scatter(kwargs, devices, dim, "kwargs") if kwargs else []
-    if tensors[0] and not tensors[1]:
-        named = named[: len(rows)]
-    elif tensors[1] and not tensors[0]:
-        rows = rows[: len(named)]
-    used = max(len(rows), len(named))
-    rows.extend(() for _ in range(used - len(rows)))
-    named.extend({} for _ in range(used - len(named)))
-    return tuple(rows), tuple(named)
+    return scatter_arguments(inputs, kwargs, parse_devices(target_gpus, "target_gpus"), dim)
 
 
 def gather(outputs: Any, target_device: Any, dim: int = 0) -> Any:
@@ -168,6 +98,11 @@ def gather_tree(
 Join = Callable[[Sequence[torch.Tensor], str], torch.Tensor]
 
 
+def join_trees(outputs: List[Any], join: Join) -> Any:
+    """The tree that `gather` makes, with join(tensors of all replicas, path) at each place."""
+    return _gather(outputs, join, "output")
+
+
 def _gather(outputs: Sequence[Any], join: Join, path: str) -> Any:
     first = outputs[0]
     _check_kinds(outputs, path)
@@ -179,7 +114,7 @@ def _gather(outputs: Sequence[Any], join: Join, path: str) -> Any:
         return list(outputs)
     if isinstance(first, dict):
         _check_keys(outputs, path)
-        return _rebuild_dict(
+        return rebuild_dict(
             type(first),
             [(k, _gather([out[k] for out in outputs], join, f"{path}[{k!r}]")) for k in first],
             path,
@@ -199,7 +134,7 @@ def _gather(outputs: Sequence[Any], join: Join, path: str) -> Any:
         lengths = ", ".join(str(len(row)) for row in rows)
         raise ValueError(f"{path}: the replicas' sequences have different lengths ({lengths})")
     items = [_gather(column, join, f"{path}[{i}]") for i, column in enumerate(zip(*rows))]
-    return type(first)._make(items) if is_namedtuple(first) else _rebuild(type(first), items, path)
+    return type(first)._make(items) if is_namedtuple(first) else rebuild(type(first), items, path)
 
 
 def _check_kinds(outputs: Sequence[Any], path: str) -> None:

@@ -5,18 +5,24 @@ replicate, parallel_apply, gather) are methods, as there, and a subclass may ove
 from __future__ import annotations
 
 import sys
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from operator import attrgetter
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
 
-from . import _torch_compat, environment, trees
+from . import _torch_compat, environment, options
 from .apply import apply_modules
+from .cuts import PLAIN, Rules, scatter_arguments
 from .devices import parse_device, parse_devices
+from .losses import anchored, weigh
+from .marks import unmarked
 from .placement import check_one_device, choose_devices, public_device, tensors_of
 from .plans import check_home
 from .replicas import replicate
 from .runtime import MAKING, Runtime
+from .surprises import Surprises
+from .trees import gather_tree
 
 __all__ = ["DataParallel"]
 
@@ -35,11 +41,31 @@ class DataParallel(nn.DataParallel):
             None means all GPUs; without a GPU the module is then called directly, as in torch.
         output_device: where outputs are joined; -1 or "cpu" is the host. Default: device_ids[0].
         dim: dimension along which inputs are cut and outputs joined.
+        chunk_sizes: samples for each replica: a list with one size per replica, filled from its
+            start (a short batch leaves later replicas less, or nothing), or a callable of batch
+            size and number of replicas that gives such a list. Default: torch.chunk's sizes.
+        split_lists: True: every list (not tuple) in the arguments is a list of samples; it is cut
+            like a tensor, and what is in it goes whole to its sample's replica.
+        replicate_scalars: True: 0-dim tensors go whole to every replica; they are refused else.
+        gather_outputs: False: a call gives a list of the replicas' outputs, left where they are,
+            also where there is but one replica. See `sum_losses`.
+        loss_weighting: "chunk": 0-dim floating point outputs are weighted by their replica's share
+            of the samples, so that the mean of the vector is the mean over the batch also where
+            chunks are unequal. Default: None, no weights.
+        sequential: True: no threads; the replicas run in order on the caller's, so that random
+            numbers are reproducible and code that is not made for threads is safe.
+        forward_attributes: True: attributes that the wrapper does not have are read from the
+            module, but for names that begin with an underscore. Writing sets the wrapper's own.
         unused_grad: what `.grad` becomes for a parameter that took part in nothing: "zero", as in
             nn.DataParallel, or "none", as without a wrapper. Default: FASTDP_UNUSED_GRAD, else
             "zero".
         bucket_bytes: parameters travel in buckets of at most this many bytes. Default:
             FASTDP_BUCKET_BYTES, else 25 MiB.
+        transport: what carries parameters and gradients between devices: "auto", "local", "peer",
+            "nccl" or "host". Default: FASTDP_TRANSPORT, else "auto".
+
+    An argument in `Replicated(...)` goes whole to every replica. `call` runs another method than
+    forward. What may be a mistake is a `DataParallelWarning`, once for each place.
 
     Shapes: tensors of shape (N, ...) are cut into pieces as `torch.chunk(n, dim)` cuts them;
     outputs are joined along `dim`; 0-dim outputs become a vector with one entry per replica.
@@ -59,8 +85,16 @@ class DataParallel(nn.DataParallel):
         output_device: Any = None,
         dim: int = 0,
         *,
+        chunk_sizes: Union[Sequence[int], Callable[[int, int], Sequence[int]], None] = None,
+        split_lists: bool = False,
+        replicate_scalars: bool = False,
+        gather_outputs: bool = True,
+        loss_weighting: Optional[str] = None,
+        sequential: bool = False,
+        forward_attributes: bool = False,
         unused_grad: Optional[str] = None,
         bucket_bytes: Optional[int] = None,
+        transport: Optional[str] = None,
     ) -> None:
         # Not nn.DataParallel.__init__: without a GPU it knows no device at all.
         nn.Module.__init__(self)
@@ -69,7 +103,15 @@ class DataParallel(nn.DataParallel):
         self.dim = dim
         self.unused_grad = environment.unused_grad(unused_grad)
         self.bucket_bytes = environment.bucket_bytes(bucket_bytes)
+        self.transport = environment.transport(transport)
         devices = choose_devices(device_ids)
+        self.chunk_sizes = options.chunk_sizes(chunk_sizes, len(devices))
+        self.split_lists = options.flag("split_lists", split_lists)
+        self.replicate_scalars = options.flag("replicate_scalars", replicate_scalars)
+        self.gather_outputs = options.flag("gather_outputs", gather_outputs)
+        self.loss_weighting = options.loss_weighting(loss_weighting)
+        self.sequential = options.flag("sequential", sequential)
+        self.forward_attributes = options.flag("forward_attributes", forward_attributes)
         if not devices:
             self.device_ids = []
             return
@@ -86,17 +128,46 @@ class DataParallel(nn.DataParallel):
             self.module.to(self.src_device_obj)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self._called(None, inputs, kwargs)
+
+    def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
+        """Another method of the module than forward, on the replicas.
+
+        Args:
+            method: its name, such as "generate"; a dotted one is a part's, such as "encoder.embed".
+            inputs, kwargs: its arguments, cut as those of a forward are.
+
+        Returns:
+            The replicas' results, joined as those of a forward are.
+
+        Raises:
+            TypeError: a name that is no string, or not one of something to call.
+            AttributeError: the module has no such method.
+            All else as a forward.
+
+        Hooks of the wrapper and of the module are for forward, and do not run.
+        """
+        if not isinstance(method, str):
+            raise TypeError(f"method is {method!r}: it must be the name of a method of the module")
+        if not callable(attrgetter(method)(self.module)):
+            kind = type(self.module).__name__
+            raise TypeError(f"method is {method!r}, an attribute of {kind} that cannot be called")
+        return self._called(method, inputs, kwargs)
+
+    def _called(
+        self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]
+    ) -> Any:
         if "torch._dynamo" in sys.modules:
             # torch.compile of something around this wrapper stops at its edge: neither the moves
             # nor replicas on several threads can be traced.
-            return _untraced_forward()(self, *inputs, **kwargs)
-        return self._forward(*inputs, **kwargs)
+            return _untraced_run()(self, method, inputs, kwargs)
+        return self._run(method, inputs, kwargs)
 
-    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _run(self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             if not self.device_ids or self.__dict__.get("_is_replica"):
                 # As a part of a replica of something else, this wrapper's work is done already.
-                return self.module(*inputs, **kwargs)
+                return self._direct(method, unmarked(inputs), unmarked(kwargs))
             if _torch_compat.inside_function_transform():
                 raise RuntimeError(
                     "DataParallel cannot run inside a torch.func transform (grad, vjp, jvp, vmap): "
@@ -109,16 +180,36 @@ class DataParallel(nn.DataParallel):
                 rows, named = ((),), ({},)
             if len(self.device_ids) == 1:
                 check_home(tensors_of(self.module), self.src_device_obj)
-                return self.module(*rows[0], **named[0])
-            return self._runtime().forward(lambda: self._gathered(rows, named))
+                return self._direct(method, rows[0], named[0])
+            return self._runtime().forward(lambda: self._gathered(rows, named, method))
 
-    def _gathered(self, rows: Sequence[Any], named: Sequence[Any]) -> Any:
-        return self.gather(self._run_replicas(rows, named), self.output_device)
+    def _direct(self, method: Optional[str], inputs: Any, kwargs: Any) -> Any:
+        """By the module itself, as the only replica."""
+        target = self.module if method is None else attrgetter(method)(self.module)
+        output = target(*inputs, **kwargs)
+        return output if self.gather_outputs else [output]
 
-    def _run_replicas(self, rows: Sequence[Any], named: Sequence[Any]) -> List[Any]:
+    def _gathered(
+        self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str] = None
+    ) -> Any:
+        """From cut arguments to the joined output; the replicas' `method`, or their forward."""
+        return self._joined(self._run_replicas(rows, named, method), rows, named)
+
+    def _run_replicas(
+        self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str]
+    ) -> List[Any]:
         """In a frame of its own: none but user code holds a replica once it returns."""
         replicas = self.replicate(self.module, self.device_ids[: len(rows)])
+        if method is not None:
+            replicas = list(map(attrgetter(method), replicas))
         return self.parallel_apply(replicas, rows, named)
+
+    def _joined(self, outputs: List[Any], rows: Sequence[Any], named: Sequence[Any]) -> Any:
+        if options.loss_weighting(self.loss_weighting) is not None:
+            outputs = weigh(outputs, rows, named, self.dim)
+        if self.gather_outputs:
+            return self.gather(outputs, self.output_device)
+        return anchored(list(outputs), self._runtime().tokens())
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> List[nn.Module]:
         """The replicas of this forward, one per device, filled with copies of the module's tensors
@@ -134,7 +225,13 @@ class DataParallel(nn.DataParallel):
         self, inputs: Tuple[Any, ...], kwargs: Optional[Dict[str, Any]], device_ids: Sequence[Any]
     ) -> Tuple[Tuple[Any, ...], Tuple[Dict[str, Any], ...]]:
         """One tuple of arguments and one dictionary of keyword arguments per used replica."""
-        return trees.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+        devices = parse_devices(device_ids, "device_ids")
+        surprises = None
+        if len(devices) > 1:
+            surprises = self.__dict__.get("_fastdp_surprises")
+            if surprises is None:
+                surprises = self.__dict__.setdefault("_fastdp_surprises", Surprises())
+        return scatter_arguments(inputs, kwargs, devices, self.dim, self._rules(), surprises)
 
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
@@ -142,15 +239,28 @@ class DataParallel(nn.DataParallel):
         """Each replica's output, run on the wrapper's own threads."""
         runtime = self._runtime()
         devices = runtime.parsed(self.device_ids[: len(replicas)])
-        return apply_modules(runtime.teams, replicas, inputs, kwargs, devices)
+        return apply_modules(
+            runtime.teams, replicas, inputs, kwargs, devices, self.sequential
+        )
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
         """The replicas' outputs joined on one device."""
         device = parse_device(output_device, "output_device")
-        return trees.gather_tree(list(outputs), device, self.dim, self._runtime().tokens())
+        return gather_tree(list(outputs), device, self.dim, self._runtime().tokens())
 
-    def _options(self) -> Tuple[int, str]:
-        return self.bucket_bytes, self.unused_grad
+    def _rules(self) -> Rules:
+        if (
+            self.chunk_sizes is None
+            and self.loss_weighting is None
+            and not self.split_lists
+            and not self.replicate_scalars
+        ):
+            return PLAIN
+        sized = self.loss_weighting is not None
+        return Rules(self.chunk_sizes, self.split_lists, self.replicate_scalars, sized)
+
+    def _options(self) -> Tuple[int, str, Optional[str]]:
+        return self.bucket_bytes, self.unused_grad, self.transport
 
     def _runtime(self) -> Runtime:
         runtime = self.__dict__.get("_fastdp_runtime")
@@ -168,18 +278,33 @@ class DataParallel(nn.DataParallel):
                     self.__dict__["_fastdp_runtime"] = runtime
         return runtime
 
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__.get("_modules")
+        if modules is not None and name in modules:
+            return modules[name]
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # Not through self: a copy or an unpickled wrapper may have nothing yet.
+            module = (modules or {}).get("module")
+            forwards = self.__dict__.get("forward_attributes", False) and module is not None
+            if not forwards or name.startswith("_") or not hasattr(module, name):
+                raise
+        return getattr(module, name)
+
     def __getstate__(self) -> Dict[str, Any]:
         """Threads, streams and replicas stay out of copies and files."""
         state = self.__dict__.copy()
         state.pop("_fastdp_runtime", None)
+        state.pop("_fastdp_surprises", None)
         return state
 
 
 _untraced: Any = None
 
 
-def _untraced_forward() -> Any:
+def _untraced_run() -> Any:
     global _untraced
     if _untraced is None:
-        _untraced = torch.compiler.disable(DataParallel._forward)
+        _untraced = torch.compiler.disable(DataParallel._run)
     return _untraced

@@ -1,0 +1,100 @@
+"""Warnings of calls that run as in nn.DataParallel but may compute something else than meant. Each
+is given once for each wrapper and place in the arguments, for the line that called the wrapper.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any, Callable, Iterable, Optional, Sequence, Set, Tuple
+
+import torch
+
+from .containers import place
+
+__all__ = ["DataParallelWarning"]
+
+# Combinations of sizes that a wrapper remembers having looked at.
+_MAX_SEEN = 64
+
+
+class DataParallelWarning(UserWarning):
+    """Of inputs that are not cut as one may think, and of replicas without work.
+
+    To silence: `warnings.filterwarnings("ignore", category=fastdp.DataParallelWarning)`.
+    """
+
+
+class Surprises:
+    """What one wrapper has warned of."""
+
+    __slots__ = ("_said", "_seen")
+
+    def __init__(self) -> None:
+        self._said: Set[Any] = set()
+        self._seen: Set[Any] = set()
+
+    def uncut_list(self, path: Any, length: int) -> None:
+        where = place(path)
+        self._warn(
+            where,
+            f"{where} is a list of {length}, as many as the batch has samples, but lists are not "
+            "cut: every replica gets all of it. Pass split_lists=True to cut lists of samples, or "
+            "fastdp.Replicated(...) if it is meant so",
+        )
+
+    def unequal(
+        self,
+        found: Callable[[], Iterable[Tuple[Any, torch.Tensor]]],
+        sizes: Sequence[int],
+        dim: int,
+        replicas: int,
+    ) -> None:
+        """Tensors of different sizes along the dimension that is cut; `found()` are their paths and
+        they, in order."""
+        key = tuple(sizes)
+        if key in self._seen:
+            return
+        batch_place: Optional[str] = None
+        batch = sizes[0]
+        for path, tensor in found():
+            if tensor.dim() == 0:
+                continue
+            if batch_place is None:
+                batch_place = place(path)
+            size = tensor.size(dim)
+            if size == batch or (tensor.dim() == 1 and size == replicas):
+                continue  # the latter is one entry for each replica
+            where = place(path)
+            self._warn(
+                where,
+                f"{where} has size {size} along dimension {dim} and {batch_place} has {batch}: "
+                "each is cut for itself, into pieces that do not belong together. Pass "
+                "fastdp.Replicated(...) for what every replica is to get whole, or "
+                "split_lists=True to cut lists of samples",
+            )
+        if len(self._seen) < _MAX_SEEN:
+            self._seen.add(key)
+
+    def idle(self, used: int, replicas: int, batch: int) -> None:
+        self._warn(
+            None,
+            f"a batch of {batch} gave work to {used} of {replicas} replicas only",
+        )
+
+    def _warn(self, key: Any, text: str) -> None:
+        if key in self._said:
+            return
+        warnings.warn(text, DataParallelWarning, stacklevel=_depth_of_caller())
+        self._said.add(key)  # behind: where warnings are errors, each call is one
+
+
+def _depth_of_caller() -> int:
+    """Of the first frame that is neither fastdp's nor torch's, for `_warn`."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.split(".", 1)[0] not in ("fastdp", "torch"):
+            break
+        depth, frame = depth + 1, frame.f_back
+    return depth
