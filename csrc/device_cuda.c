@@ -387,6 +387,13 @@ fdp_status fdp_device_cuda_enable_peer(fdp_device *device, int32_t peer_ordinal)
     (void)cudaGetLastError();
     code = cudaSuccess;
   }
+  /* Without NVSwitch a GPU has eight peers at most: there are other ways to the ninth. */
+  if (code == cudaErrorTooManyPeers || code == cudaErrorPeerAccessUnsupported) {
+    (void)cudaGetLastError();
+    fdp_cuda_guard_leave(&guard);
+    return fdp_fail(FDP_UNSUPPORTED, "cuda:%d: cannot reach the memory of cuda:%d: %s",
+                    ordinal_of(device), (int)peer_ordinal, cudaGetErrorString(code));
+  }
   status = fdp_cuda_guard_finish(&guard, (int)code, "enabling peer access");
   if (status == FDP_OK) atomic_fetch_or(&opened->reached_peers, bit);
   return status;

@@ -20,7 +20,7 @@ fdp_status fdp_device_cuda_open(int32_t ordinal, fdp_device **device);
 fdp_status fdp_device_cuda_can_reach(fdp_device *device, int32_t peer_ordinal, bool *can);
 /* Lets `device` reach memory that the peer took with cudaMalloc; once is enough, more is free. It
  * does nothing for memory mapped by cuMemMap (torch's expandable segments). FDP_UNSUPPORTED if
- * can_reach says no. */
+ * can_reach says no, or the device has as many peers as it can. */
 fdp_status fdp_device_cuda_enable_peer(fdp_device *device, int32_t peer_ordinal);
 
 #endif

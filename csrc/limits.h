@@ -29,9 +29,14 @@
 #define FDP_MESSAGE_BYTES 1024
 #endif
 
-/* Unused scratch memory that the pool of one device keeps before it gives some back. */
+/* Unused scratch memory that the pool of one device keeps before it gives some back: what was not
+ * taken while that many other buffers came back, a training step or more. A model whose step needs
+ * more scratch than the bound keeps all of it. */
 #ifndef FDP_POOL_IDLE_BYTES
 #define FDP_POOL_IDLE_BYTES (INT64_C(1) << 30)
+#endif
+#ifndef FDP_POOL_STALE_GIVES
+#define FDP_POOL_STALE_GIVES 4096
 #endif
 
 /* Scratch buffers of one size that a transport keeps in flight before it waits for one; of those

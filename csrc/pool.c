@@ -150,14 +150,16 @@ static bool has_passed(const pool_buffer *buffer) {
   return true;
 }
 
-/* Drops passed buffers, the oldest first, until at most `keep_bytes` are idle. */
-static void trim_locked(fdp_pool *pool, int64_t keep_bytes) {
+/* Drops passed buffers that lie idle since `stale_gives` others came back, the oldest first, until
+ * at most `keep_bytes` are idle. */
+static void trim_locked(fdp_pool *pool, int64_t keep_bytes, uint64_t stale_gives) {
   while (pool->stats.idle_bytes > keep_bytes) {
     pool_buffer **oldest = NULL;
     for (int32_t i = 0; i < CLASS_COUNT; ++i) {
       for (pool_buffer **link = &pool->idle[i]; *link; link = &(*link)->next) {
         bool is_older = !oldest || (*link)->given_at < (*oldest)->given_at;
-        if (is_older && has_passed(*link)) oldest = link;
+        bool is_stale = pool->clock - (*link)->given_at >= stale_gives;
+        if (is_older && is_stale && has_passed(*link)) oldest = link;
       }
     }
     if (!oldest) return;
@@ -170,7 +172,7 @@ static void trim_locked(fdp_pool *pool, int64_t keep_bytes) {
 
 void fdp_pool_trim(fdp_pool *pool) {
   pthread_mutex_lock(&pool->mutex);
-  trim_locked(pool, 0);
+  trim_locked(pool, 0, 0);
   pthread_mutex_unlock(&pool->mutex);
 }
 
@@ -185,7 +187,7 @@ static fdp_status open_buffer_locked(fdp_pool *pool, int32_t class_index, pool_b
   pool->stats.device_takes += 1;
   status = memory_take(pool, size_bytes, &opened->lent.data);
   if (status == FDP_OUT_OF_MEMORY && pool->stats.idle_count > 0) {
-    trim_locked(pool, 0);
+    trim_locked(pool, 0, 0);
     pool->stats.device_takes += 1;
     status = memory_take(pool, size_bytes, &opened->lent.data);
   }
@@ -316,7 +318,7 @@ static fdp_status give(fdp_pool *pool, fdp_buffer *buffer, const fdp_stream_ref 
   pool->idle[given->class_index] = given;
   pool->stats.idle_count += 1;
   pool->stats.idle_bytes += given->lent.size_bytes;
-  trim_locked(pool, pool->idle_limit_bytes);
+  trim_locked(pool, pool->idle_limit_bytes, FDP_POOL_STALE_GIVES);
 done:
   if (status != FDP_OK) lose_locked(pool, given);
   pthread_mutex_unlock(&pool->mutex);

@@ -26,7 +26,8 @@ typedef struct fdp_pool_stats {
   int64_t device_takes; /* calls of the device's memory_take so far */
 } fdp_pool_stats;
 
-/* Keeps at most `idle_limit_bytes` unused before it gives the oldest buffers back to the device. */
+/* Above `idle_limit_bytes` unused it gives buffers back to the device that nobody took while
+ * FDP_POOL_STALE_GIVES others came back: never what each step takes again. */
 fdp_status fdp_pool_open(fdp_device *device, int64_t idle_limit_bytes, fdp_pool **pool);
 /* The same over host memory that the device's streams can reach (pinned_take). */
 fdp_status fdp_pool_open_pinned(fdp_device *device, int64_t idle_limit_bytes, fdp_pool **pool);

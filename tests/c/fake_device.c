@@ -206,6 +206,14 @@ static void test_peers(fdp_device *device) {
   fake_fail("cudaDeviceEnablePeerAccess", cudaErrorIllegalAddress);
   CHECK_FAILS(fdp_device_cuda_enable_peer(device, 0), FDP_DEVICE_ERROR,
               "cuda:1: enabling peer access: an illegal address (cudaErrorIllegalAddress, 700)");
+  static const cudaError_t refusals[] = {cudaErrorTooManyPeers, cudaErrorPeerAccessUnsupported};
+  for (int i = 0; i < 2; i++) {
+    fake_fail("cudaDeviceEnablePeerAccess", refusals[i]);
+    CHECK_FAILS(fdp_device_cuda_enable_peer(device, 0), FDP_UNSUPPORTED,
+                "cuda:1: cannot reach the memory of cuda:0: another error");
+    CHECK(fake.last_error == cudaSuccess && fake.current == 0);
+  }
+  fake.peer_calls = 1;
   fake_fail("cudaDeviceEnablePeerAccess", cudaErrorPeerAccessAlreadyEnabled);
   CHECK(fdp_device_cuda_enable_peer(device, 0) == FDP_OK && fake.peer_calls == 2);
   CHECK(fake.last_error == cudaSuccess && fake.current == 0 && !fake.had_wrong_device);

@@ -13,9 +13,11 @@ typedef enum cudaError {
   cudaErrorInsufficientDriver = 35,
   cudaErrorNoDevice = 100,
   cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorPeerAccessUnsupported = 217,
   cudaErrorNotReady = 600,
   cudaErrorIllegalAddress = 700,
-  cudaErrorPeerAccessAlreadyEnabled = 704
+  cudaErrorPeerAccessAlreadyEnabled = 704,
+  cudaErrorTooManyPeers = 711
 } cudaError_t;
 
 typedef struct fake_stream *cudaStream_t;
