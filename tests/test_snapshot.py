@@ -378,18 +378,19 @@ def test_nothing_is_left():
                 _C.Snapshot(*bad)
         texts.clear()
 
-    run()
-    run()
+    for _ in range(50):
+        run()
     values = (net, net.first, net.mask, net.items, net.config)
     gc.collect()
     counts = [sys.getrefcount(value) for value in values]
     none, blocks = sys.getrefcount(None), sys.getallocatedblocks()
-    for _ in range(200):
+    for _ in range(500):
         run()
     gc.collect()
     assert [sys.getrefcount(value) for value in values] == counts
     assert abs(sys.getrefcount(None) - none) < 100
-    assert abs(sys.getallocatedblocks() - blocks) < 100
+    # The interpreter's own free lists come and go.
+    assert abs(sys.getallocatedblocks() - blocks) < 300
 
 
 BAD = {
