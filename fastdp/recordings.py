@@ -21,143 +21,21 @@ from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 
-from . import _C, _torch_compat, moves, signatures, trees
+from . import _C, _torch_compat, moves, trees
 from .arrays import TORCH
 from .buckets import Bucket, resolved
 from .functions import check_fit
-from .graph_step import Call, GraphStep, behind_boundary
+from .graph_step import Call, GraphStep
 from .plans import Source
 from .replica_sets import ReplicaSet
 from .signatures import NotRecordable
 from .streams import Snapshot
+from .tapes import Column, Tape
 
 Tensors = Tuple[torch.Tensor, ...]
 
 # Runs before a capture: libraries make their handles and choose their kernels in the first.
 _WARM_UPS = 2
-
-
-class _Column:
-    """One tensor of the output tree: each replica's, and where its gradient is put."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], path: str, grad: bool) -> None:
-        self.live = list(tensors)
-        self.path = path
-        self.differentiable = grad and tensors[0].requires_grad
-        if any(t.requires_grad != tensors[0].requires_grad for t in tensors):
-            raise NotRecordable(f"{path} requires gradients on some replicas only")
-        self.gradients = [torch.zeros_like(t) for t in tensors] if self.differentiable else []
-        self.static: List[torch.Tensor] = []
-        self.cut: List[torch.Tensor] = []
-
-    def settle(self, joined: bool) -> None:
-        """After the captures: what is read and written at every step, free of autograd."""
-        self.static = [tensor.detach() for tensor in self.live]
-        self.cut = self.gradients
-        self.live = []
-        if joined and all(tensor.dim() == 0 for tensor in self.static):
-            # As gather joins numbers: into a vector.
-            self.static = [tensor.view(1) for tensor in self.static]
-            self.cut = [gradient.view(1) for gradient in self.gradients]
-
-
-class _Tape:
-    """One replica: its static memory, and the two acts that are recorded."""
-
-    def __init__(self, source: Source, rank: int, pieces: Sequence[torch.Tensor]) -> None:
-        self.rank = rank
-        self.device = source.devices[rank]
-        self.inputs = [torch.empty_like(piece, requires_grad=False) for piece in pieces]
-        for static, piece in zip(self.inputs, pieces):
-            static.copy_(piece.detach())
-        self.wants = [source.grad and piece.requires_grad for piece in pieces]
-        buckets = source.plan.buckets
-        # Buckets of the module's own tensors have no memory here.
-        self.flats = [None if rank == 0 else _zeros(b, self.device) for b in buckets]
-        self.packed = [
-            _zeros(b, self.device) if source.grad and b.requires_grad else None for b in buckets
-        ]
-        self.slots = [None if p is None else b.slots(p) for b, p in zip(buckets, self.packed)]
-        # Which tensors of each bucket had a gradient in the recorded backward.
-        self.present: List[Optional[List[bool]]] = [None] * len(buckets)
-        self.ready: List[Any] = []
-        self.module: Any = None
-        self.arguments: Any = None
-        self.leaves: List[torch.Tensor] = []
-        self.anchors: List[torch.Tensor] = []
-        self.output: Any = None
-        self.leaf_gradients: Tuple[Optional[torch.Tensor], ...] = ()
-
-    def begin(self, source: Source, row: Any, named: Any) -> Tuple[Tensors, Tensors]:
-        """(parameters, buffers) of the replica, in the order of the source; new for every attempt,
-        so that nothing of an earlier one's graph lives on."""
-        places: List[Any] = [None] * len(source.tensors)
-        self.anchors = []
-        for k, bucket in enumerate(source.plan.buckets):
-            for place, tensor in zip(bucket.places, self._tensors_of(source, k)):
-                places[place] = tensor
-        given = [
-            static.detach().requires_grad_(wants) for static, wants in zip(self.inputs, self.wants)
-        ]
-        self.leaves = [leaf for leaf, wants in zip(given, self.wants) if wants]
-        take = iter(given).__next__
-        self.arguments = signatures.with_tensors(row, take), signatures.with_tensors(named, take)
-        cut = source.plan.parameter_count
-        return tuple(places[:cut]), tuple(places[cut:])
-
-    def _tensors_of(self, source: Source, k: int) -> Sequence[torch.Tensor]:
-        bucket = source.plan.buckets[k]
-        own = [source.tensors[place] for place in bucket.places]
-
-        def make() -> Sequence[torch.Tensor]:
-            flat = self.flats[k]
-            return bucket.named_home(own) if flat is None else bucket.named_slots(flat)
-
-        if self.packed[k] is None:
-            return make()
-        anchor = torch.empty(0, device=self.device, requires_grad=True)
-        self.anchors.append(anchor)
-        return behind_boundary(make, lambda gradients: self._pack(k, gradients), anchor)
-
-    def _pack(self, k: int, gradients: Sequence[Optional[torch.Tensor]]) -> None:
-        self.present[k] = [gradient is not None for gradient in gradients]
-        pairs = [(s, g) for s, g in zip(self.slots[k], gradients) if g is not None]
-        if any(g.layout != torch.strided for _, g in pairs):
-            raise NotRecordable("a parameter's gradient is sparse")
-        if pairs:
-            slots, present = zip(*pairs)
-            torch._foreach_copy_(list(slots), list(present))
-        if self.ready:
-            self.ready[k].record()
-
-    def forward(self) -> None:
-        row, named = self.arguments
-        self.output = self.module(*row, **named)
-
-    def backward(self, columns: Sequence[_Column]) -> None:
-        wanted = [column for column in columns if column.differentiable]
-        gradients = torch.autograd.grad(
-            [column.live[self.rank] for column in wanted],
-            self.anchors + self.leaves,
-            [column.gradients[self.rank] for column in wanted],
-            allow_unused=True,
-        )
-        self.leaf_gradients = gradients[len(self.anchors) :]
-
-    def end(self) -> None:
-        """Drops what an attempt made, its graph above all."""
-        self.module = self.arguments = self.output = None
-        self.leaves, self.anchors, self.leaf_gradients = [], [], ()
-
-
-class _Arrivals:
-    """The events of a recording's buckets, as a replica's dictionaries wait for them."""
-
-    def __init__(self, devices: Sequence[torch.device], recorder: Any, count: int) -> None:
-        self.of_device = {device: recorder.events(count) for device in dict.fromkeys(devices)}
-
-    def arrived(self, device: torch.device) -> List[Any]:
-        return self.of_device[device]
 
 
 class Recording:
@@ -172,20 +50,31 @@ class Recording:
         self._home = source.devices[0]
         self._communication = source.communication
         self._joined = len(source.devices) > 1
-        self._tapes = [_Tape(source, rank, pieces[rank]) for rank in range(len(source.devices))]
+        self._tapes = [Tape(source, rank, pieces[rank]) for rank in range(len(source.devices))]
         buckets = source.plan.buckets
         apart = len(buckets) if source.communication.apart else 0
-        self._arrivals = _Arrivals(source.devices, recorder, apart)
+        # Of each device, for each bucket: recorded behind its copies.
+        self._arrivals = {d: recorder.events(apart) for d in dict.fromkeys(source.devices)}
         for tape in self._tapes:
             tape.ready = recorder.events(apart)
-        self._grads = [k for k, bucket in enumerate(buckets) if self._tapes[0].packed[k] is not None]
-        self._columns: List[_Column] = []
+        self._flats = [tuple(tape.flats[k] for tape in self._tapes[1:]) for k in range(len(buckets))]
+        self._complex = any(bucket.dtype.is_complex for bucket in buckets)
+        # Buckets that get gradients, in the order in which a backward completes them.
+        packs = [k for k, packed in enumerate(self._tapes[0].packed) if packed is not None]
+        self._complete = packs[::-1]
+        self._sums = [_Sums(buckets[k], k, self._tapes) for k in self._complete]
+        self._learning = [place for sums in self._sums for place in sums.bucket.places]
+        self._columns: List[Column] = []
         self._forwards: List[Any] = []
         self._backwards: List[Any] = []
         self._outputs: List[Any] = []
         self._input_gradients: List[Any] = []
         self._capture(source, rows, named, recorder)
         self.differentiable = [column.differentiable for column in self._columns]
+
+    def arrived(self, device: torch.device) -> List[Any]:
+        """As a `Communication`: what the replicas' dictionaries wait for (awaited.py)."""
+        return self._arrivals[device]
 
     def busy(self) -> bool:
         owner = self.owner
@@ -222,7 +111,7 @@ class Recording:
             replicas = ReplicaSet(source.tree, source.root, source.devices)
             filled = [tape.begin(source, rows[tape.rank], named[tape.rank]) for tape in tapes]
             modules = source.held(
-                lambda: replicas.refresh(source.root, filled, source.plan, self._arrivals)
+                lambda: replicas.refresh(source.root, filled, source.plan, self)
             )
             pools = [recorder.pool() for _ in tapes]
             forwards, backwards = [], []
@@ -240,8 +129,8 @@ class Recording:
             for tape in tapes:
                 tape.end()
 
-    def _columns_of(self, outputs: List[Any], grad: bool) -> List[_Column]:
-        columns: List[_Column] = []
+    def _columns_of(self, outputs: List[Any], grad: bool) -> List[Column]:
+        columns: List[Column] = []
 
         def note(tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
             for tensor, device in zip(tensors, self._devices):
@@ -253,7 +142,7 @@ class Recording:
                     raise NotRecordable(f"{path} has another dtype on some replicas")
             if self._joined:
                 self._check_fit(tensors, path)
-            columns.append(_Column(tensors, path, grad))
+            columns.append(Column(tensors, path, grad))
             return tensors[0]
 
         if self._joined:
@@ -262,11 +151,13 @@ class Recording:
             _map_output(outputs[0], note, "output")
         return columns
 
-    def _keep(self, columns: List[_Column], forwards: List[Any], backwards: List[Any]) -> None:
+    def _keep(self, columns: List[Column], forwards: List[Any], backwards: List[Any]) -> None:
         self._outputs = [_without_graph(t.output, columns, t.rank) for t in self._tapes]
         for column in columns:
             column.settle(self._joined)
         self._columns, self._forwards, self._backwards = columns, forwards, backwards
+        for k, sums in zip(self._complete, self._sums):
+            sums.note_unused([tape.present[k] for tape in self._tapes])
         self._input_gradients = [
             None if gradient is None else gradient.detach()
             for tape in self._tapes
@@ -285,8 +176,7 @@ class Recording:
                 for piece, wants in zip(row, tape.wants)
                 if wants
             ]
-            places = [place for k in self._grads for place in self._plan.buckets[k].places]
-            outputs = GraphStep.apply(call, *wanted, *[tensors[place] for place in places])
+            outputs = GraphStep.apply(call, *wanted, *[tensors[place] for place in self._learning])
         else:
             outputs = self.forward(call)
             call.end()
@@ -308,7 +198,7 @@ class Recording:
             graph.replay()
         # The parameters may be written once this returns: after the copies out of them.
         communication.deliver()
-        call.versions = tuple([t._version for t in call.tensors[: self._plan.parameter_count]])
+        call.versions = _versions(call.tensors[: self._plan.parameter_count])
         return [self._join(column) for column in self._columns]
 
     def _send(self, tensors: Tensors) -> None:
@@ -316,17 +206,18 @@ class Recording:
         communication = self._communication
         communication.open()
         communication.begin()
-        for k, bucket in enumerate(self._plan.buckets):
-            flats = tuple(tape.flats[k] for tape in self._tapes[1:])
-            with communication.current():
-                if flats:
-                    sources = tuple(resolved(tensors[place]) for place in bucket.places)
-                    bucket.core.broadcast(sources, flats)
-                for device, events in self._arrivals.of_device.items():
-                    if events:
-                        events[k].record(torch.cuda.current_stream(device))
+        with communication.current():
+            streams = [(torch.cuda.current_stream(d), e) for d, e in self._arrivals.items() if e]
+            for k, bucket in enumerate(self._plan.buckets):
+                if self._joined:
+                    sources = tuple([tensors[place] for place in bucket.places])
+                    if self._complex:
+                        sources = tuple(map(resolved, sources))
+                    bucket.core.broadcast(sources, self._flats[k])
+                for stream, events in streams:
+                    events[k].record(stream)
 
-    def _join(self, column: _Column) -> torch.Tensor:
+    def _join(self, column: Column) -> torch.Tensor:
         if not self._joined:
             return column.static[0].clone()
         dim = self._dim % column.static[0].dim()
@@ -342,37 +233,19 @@ class Recording:
                     self._cut(column, gradient)
             communication = self._communication
             with communication.current():
-                flats = {k: self._plan.buckets[k].take_for_sums() for k in self._grads}
+                # New memory, before what follows is ordered behind whoever had it before.
+                flats = [sums.bucket.take_for_sums() for sums in self._sums]
             communication.begin()
             for graph in self._backwards:
                 graph.replay()
             result: List[Any] = [None if g is None else g.clone() for g in self._input_gradients]
-            sums = {k: self._sum(k, flats[k]) for k in self._send_order()}
+            with communication.current(), torch.no_grad():
+                for sums, flat in zip(self._sums, flats):
+                    result.extend(sums.into(flat))
             communication.deliver()
-        for k in self._grads:
-            result.extend(sums[k])
         return result
 
-    def _send_order(self) -> List[int]:
-        """Buckets are complete in backward from the last to the first."""
-        return self._grads[::-1]
-
-    def _sum(self, k: int, flat: torch.Tensor) -> List[Optional[torch.Tensor]]:
-        bucket, communication = self._plan.buckets[k], self._communication
-        rows = [tape.present[k] or [False] * bucket.count for tape in self._tapes]
-        with communication.current(), torch.no_grad():
-            if communication.apart:
-                for tape in self._tapes:
-                    torch.cuda.current_stream(tape.device).wait_event(tape.ready[k])
-            packed = tuple(tape.packed[k] for tape in self._tapes)
-            _C.reduce(packed, flat[: packed[0].numel()])
-        sums = bucket.slots(flat)
-        if bucket.keeps_none:
-            used = [any(column) for column in zip(*rows)]
-            return [slot if there else None for slot, there in zip(sums, used)]
-        return list(sums)
-
-    def _cut(self, column: _Column, gradient: Optional[torch.Tensor]) -> None:
+    def _cut(self, column: Column, gradient: Optional[torch.Tensor]) -> None:
         with torch.no_grad():
             if gradient is None:
                 for static in column.cut:
@@ -386,6 +259,8 @@ class Recording:
 
     def _check_versions(self, call: Call) -> None:
         parameters = call.tensors[: self._plan.parameter_count]
+        if call.versions == _versions(parameters):
+            return
         for k, (tensor, version) in enumerate(zip(parameters, call.versions)):
             if tensor._version != version:
                 raise RuntimeError(
@@ -396,14 +271,40 @@ class Recording:
                 )
 
 
+class _Sums:
+    """The gradients of one bucket, packed by each replica, on their way to their sum."""
+
+    def __init__(self, bucket: Bucket, k: int, tapes: Sequence[Tape]) -> None:
+        self.bucket = bucket
+        self._packed = tuple(tape.packed[k] for tape in tapes)
+        self._ready = [(tape.device, event) for tape in tapes for event in tape.ready[k : k + 1]]
+        self._unused: List[int] = []  # slots that no replica has a gradient for
+
+    def note_unused(self, present: Sequence[Optional[List[bool]]]) -> None:
+        if self.bucket.keeps_none:
+            count = range(self.bucket.count)
+            self._unused = [k for k in count if not any(row and row[k] for row in present)]
+
+    def into(self, flat: torch.Tensor) -> List[Optional[torch.Tensor]]:
+        """On the streams that are current: behind the recorded events, the sum in rank order."""
+        for device, event in self._ready:
+            torch.cuda.current_stream(device).wait_event(event)
+        size = self._packed[0].numel()
+        _C.reduce(self._packed, flat if flat.numel() == size else flat[:size])
+        slots: List[Optional[torch.Tensor]] = list(self.bucket.slots(flat))
+        for k in self._unused:
+            slots[k] = None
+        return slots
+
+
+def _versions(tensors: Tensors) -> Tuple[int, ...]:
+    return tuple([tensor._version for tensor in tensors])
+
+
 def _at_once(device: torch.device, pool: Any, act: Any) -> None:
     """As a recorder's `record`: a warm-up."""
     with _torch_compat.on_device(device):
         act()
-
-
-def _zeros(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    return torch.zeros(bucket.length, dtype=bucket.dtype, device=device)
 
 
 def _map_output(output: Any, take: Any, path: str) -> Any:
@@ -424,7 +325,7 @@ def _map_output(output: Any, take: Any, path: str) -> Any:
     raise NotRecordable(f"{path} is a {type(output).__name__}: no container that can be made anew")
 
 
-def _without_graph(output: Any, columns: Sequence[_Column], rank: int) -> Any:
+def _without_graph(output: Any, columns: Sequence[Column], rank: int) -> Any:
     """The same tree with the tensors that a step reads; deepcopy keeps every type."""
     memo = {id(column.live[rank]): column.live[rank].detach() for column in columns}
     try:

@@ -1,0 +1,133 @@
+"""What one replica brings to a recorded step (`Tape`), and one tensor of its output (`Column`)."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence, Tuple
+
+import torch
+
+from . import signatures
+from .buckets import Bucket
+from .graph_step import behind_boundary
+from .plans import Source
+from .signatures import NotRecordable
+
+Tensors = Tuple[torch.Tensor, ...]
+
+
+class Column:
+    """One tensor of the output tree: each replica's, and where its gradient is put."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], path: str, grad: bool) -> None:
+        self.live = list(tensors)
+        self.path = path
+        self.differentiable = grad and tensors[0].requires_grad
+        if any(t.requires_grad != tensors[0].requires_grad for t in tensors):
+            raise NotRecordable(f"{path} requires gradients on some replicas only")
+        self.gradients = [torch.zeros_like(t) for t in tensors] if self.differentiable else []
+        self.static: List[torch.Tensor] = []
+        self.cut: List[torch.Tensor] = []
+
+    def settle(self, joined: bool) -> None:
+        """After the captures: what is read and written at every step, free of autograd."""
+        self.static = [tensor.detach() for tensor in self.live]
+        self.cut = self.gradients
+        self.live = []
+        if joined and all(tensor.dim() == 0 for tensor in self.static):
+            # As gather joins numbers: into a vector.
+            self.static = [tensor.view(1) for tensor in self.static]
+            self.cut = [gradient.view(1) for gradient in self.gradients]
+
+
+class Tape:
+    """One replica: its static memory, and the two acts that are recorded."""
+
+    def __init__(self, source: Source, rank: int, pieces: Sequence[torch.Tensor]) -> None:
+        self.rank = rank
+        self.device = source.devices[rank]
+        self.inputs = [torch.empty_like(piece, requires_grad=False) for piece in pieces]
+        for static, piece in zip(self.inputs, pieces):
+            static.copy_(piece.detach())
+        self.wants = [source.grad and piece.requires_grad for piece in pieces]
+        buckets = source.plan.buckets
+        # Buckets of the module's own tensors have no memory here.
+        self.flats = [None if rank == 0 else _zeros(b, b.length, self.device) for b in buckets]
+        self.packed = [
+            _zeros(b, b.core.size_elems, self.device) if source.grad and b.requires_grad else None
+            for b in buckets
+        ]
+        self.slots = [None if p is None else b.slots(p) for b, p in zip(buckets, self.packed)]
+        # Which tensors of each bucket had a gradient in the recorded backward.
+        self.present: List[Optional[List[bool]]] = [None] * len(buckets)
+        self.ready: List[Any] = []
+        self.module: Any = None
+        self.arguments: Any = None
+        self.leaves: List[torch.Tensor] = []
+        self.anchors: List[torch.Tensor] = []
+        self.output: Any = None
+        self.leaf_gradients: Tuple[Optional[torch.Tensor], ...] = ()
+
+    def begin(self, source: Source, row: Any, named: Any) -> Tuple[Tensors, Tensors]:
+        """(parameters, buffers) of the replica, in the order of the source; new for every attempt,
+        so that nothing of an earlier one's graph lives on."""
+        places: List[Any] = [None] * len(source.tensors)
+        self.anchors = []
+        for k, bucket in enumerate(source.plan.buckets):
+            for place, tensor in zip(bucket.places, self._tensors_of(source, k)):
+                places[place] = tensor
+        given = [
+            static.detach().requires_grad_(wants) for static, wants in zip(self.inputs, self.wants)
+        ]
+        self.leaves = [leaf for leaf, wants in zip(given, self.wants) if wants]
+        take = iter(given).__next__
+        self.arguments = signatures.with_tensors(row, take), signatures.with_tensors(named, take)
+        cut = source.plan.parameter_count
+        return tuple(places[:cut]), tuple(places[cut:])
+
+    def _tensors_of(self, source: Source, k: int) -> Sequence[torch.Tensor]:
+        bucket = source.plan.buckets[k]
+        own = [source.tensors[place] for place in bucket.places]
+
+        def make() -> Sequence[torch.Tensor]:
+            flat = self.flats[k]
+            return bucket.named_home(own) if flat is None else bucket.named_slots(flat)
+
+        if self.packed[k] is None:
+            return make()
+        anchor = torch.empty(0, device=self.device, requires_grad=True)
+        self.anchors.append(anchor)
+        return behind_boundary(make, lambda gradients: self._pack(k, gradients), anchor)
+
+    def _pack(self, k: int, gradients: Sequence[Optional[torch.Tensor]]) -> None:
+        self.present[k] = [gradient is not None for gradient in gradients]
+        pairs = [(s, g) for s, g in zip(self.slots[k], gradients) if g is not None]
+        if any(g.layout != torch.strided for _, g in pairs):
+            raise NotRecordable("a parameter's gradient is sparse")
+        if pairs:
+            slots, present = zip(*pairs)
+            torch._foreach_copy_(list(slots), list(present))
+        if self.ready:
+            self.ready[k].record()
+
+    def forward(self) -> None:
+        row, named = self.arguments
+        self.output = self.module(*row, **named)
+
+    def backward(self, columns: Sequence[Column]) -> None:
+        wanted = [column for column in columns if column.differentiable]
+        gradients = torch.autograd.grad(
+            [column.live[self.rank] for column in wanted],
+            self.anchors + self.leaves,
+            [column.gradients[self.rank] for column in wanted],
+            allow_unused=True,
+        )
+        self.leaf_gradients = gradients[len(self.anchors) :]
+
+    def end(self) -> None:
+        """Drops what an attempt made, its graph above all."""
+        self.module = self.arguments = self.output = None
+        self.leaves, self.anchors, self.leaf_gradients = [], [], ()
+
+
+def _zeros(bucket: Bucket, length: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(length, dtype=bucket.dtype, device=device)
