@@ -44,7 +44,8 @@ fdp_status fdp_bucket_broadcast(fdp_context *context, const fdp_bucket *bucket,
  * entry counts as zero; a slot with no gradient at all becomes zero. Gradient (r, k) has slot k's
  * shape and dtype, any strides (zero strides included); all of one rank lie on one device. Gaps may
  * hold anything afterwards. Sums as fdp_reduce. Reads rank r's on rank_streams[r]; writes flat on
- * flat_stream; afterwards each rank's stream waits for its reads. */
+ * flat_stream; afterwards each rank's stream waits for its reads. The stream of a rank without any
+ * gradient is left alone. */
 fdp_status fdp_bucket_reduce(fdp_context *context, const fdp_bucket *bucket,
                              const fdp_view *const *gradients, fdp_stream *const *rank_streams,
                              int32_t rank_count, const fdp_view *flat, fdp_stream *flat_stream);

@@ -14,9 +14,16 @@ typedef struct bucket_reduction {
   const fdp_view *const *gradients;
   int32_t rank_count;
   const fdp_view *flat;
+  fdp_stream *flat_stream;
   const char *flat_begin; /* extent of flat, once it has been checked */
   const char *flat_end;
 } bucket_reduction;
+
+/* Where the ranks are. */
+typedef struct bucket_ranks {
+  fdp_device_id devices[FDP_MAX_REPLICAS];
+  fdp_stream *streams[FDP_MAX_REPLICAS];
+} bucket_ranks;
 
 static fdp_status check_gradient(const bucket_reduction *work, int32_t rank, int32_t index,
                                  const fdp_view *first) {
@@ -45,12 +52,11 @@ static fdp_status check_gradient(const bucket_reduction *work, int32_t rank, int
                   "is slot %d of it", verb, rank, index, index);
 }
 
-/* Also finds where each rank is: on its first gradient's device, and with the flat if it has
- * none. */
-static fdp_status check(bucket_reduction *work, fdp_device_id *devices) {
+/* Also finds where each rank is: on its first gradient's device, and with the flat, on its stream,
+ * if it has none. */
+static fdp_status check(bucket_reduction *work, bucket_ranks *ranks) {
   fdp_status status;
   char text[48];
-  FDP_TRY(fdp_check_count(verb, "ranks", work->rank_count));
   if (!fdp_dtype_can_sum(work->bucket->dtype)) {
     return fdp_fail(FDP_INVALID_TYPE, "%s: bucket is %s, must be a dtype that can be summed", verb,
                     fdp_dtype_name(work->bucket->dtype, text, sizeof text));
@@ -65,7 +71,8 @@ static fdp_status check(bucket_reduction *work, fdp_device_id *devices) {
       if (!first) first = gradient;
       FDP_TRY(check_gradient(work, r, k, first));
     }
-    devices[r] = first ? first->device : work->flat->device;
+    ranks->devices[r] = first ? first->device : work->flat->device;
+    if (!first) ranks->streams[r] = work->flat_stream;
   }
 done:
   return status;
@@ -150,15 +157,17 @@ done:
 fdp_status fdp_bucket_reduce(fdp_context *context, const fdp_bucket *bucket,
                              const fdp_view *const *gradients, fdp_stream *const *rank_streams,
                              int32_t rank_count, const fdp_view *flat, fdp_stream *flat_stream) {
-  bucket_reduction work = {bucket, gradients, rank_count, flat, NULL, NULL};
+  bucket_reduction work = {bucket, gradients, rank_count, flat, flat_stream, NULL, NULL};
+  bucket_ranks ranks;
   fdp_party party;
-  fdp_device_id devices[FDP_MAX_REPLICAS];
   fdp_sum *sums = NULL;
   fdp_status status;
   FDP_TRY(fdp_fault_check(FDP_FAULT_BUCKET_REDUCE));
-  FDP_TRY(check(&work, devices));
-  FDP_TRY(fdp_context_party(context, bucket->transport, flat->device, flat_stream, devices,
-                            rank_streams, rank_count, &party));
+  FDP_TRY(fdp_check_count(verb, "ranks", rank_count));
+  for (int32_t r = 0; r < rank_count; ++r) ranks.streams[r] = rank_streams ? rank_streams[r] : NULL;
+  FDP_TRY(check(&work, &ranks));
+  FDP_TRY(fdp_context_party(context, bucket->transport, flat->device, flat_stream, ranks.devices,
+                            ranks.streams, rank_count, &party));
   size_t count = (size_t)bucket->count;
   sums = malloc(count * sizeof *sums + count * (size_t)rank_count * sizeof(void *));
   if (!sums) {

@@ -216,6 +216,39 @@ static void test_bad_peer(void) {
   unsetenv("FASTDP_TEST_BAD_PEER");
 }
 
+static fdp_status reach_nothing(fdp_device *device, fdp_device *peer) {
+  return fdp_fail(FDP_UNSUPPORTED, "cuda:%d: cannot reach the memory of cuda:%d",
+                  (int)device->id.ordinal, (int)peer->id.ordinal);
+}
+
+/* GPUs without peer access: by NCCL if there is one, else through the host, and no warning. */
+static void test_no_peers(void) {
+  static fdp_device_ops apart;
+  char reason[FDP_MESSAGE_BYTES] = "";
+  const char *name = NULL;
+  fdp_context *context = open_gpus(NULL);
+  for (int32_t d = 0; d < 2; ++d) {
+    fdp_device *device = NULL;
+    CHECK_OK(fdp_context_device(context, gpus[d], &device));
+    apart = *device->ops;
+    apart.peer_reach = reach_nothing;
+    device->ops = &apart;
+  }
+  logged[0] = '\0';
+  fdp_log_open(sink, NULL, FDP_LOG_WARNING);
+  CHECK_OK(fdp_context_transport(context, NULL, gpus[0], gpus, 2, &name, reason, sizeof reason));
+  CHECK_TEXT(name, "host");
+  CHECK_TEXT(reason, "local: cuda:0 and cuda:1 are different memories; peer: cuda:0: cannot reach "
+             "the memory of cuda:1; nccl: NCCL cannot be used: FASTDP_NCCL: /none: cannot open "
+             "shared object file: No such file or directory");
+  CHECK_FAILS(fdp_context_transport(context, "peer", gpus[0], gpus, 2, &name, reason,
+                                    sizeof reason), FDP_UNSUPPORTED,
+              "transport=peer does not join the devices: cuda:0: cannot reach the memory of cuda:1");
+  CHECK_TEXT(logged, "");
+  fdp_log_open(NULL, NULL, FDP_LOG_OFF);
+  fdp_context_close(context);
+}
+
 void test_context(void) {
   setenv("FASTDP_NCCL", "/none", 1); /* whatever this machine has */
   test_devices();
@@ -223,5 +256,6 @@ void test_context(void) {
   test_demand();
   test_bucket_demand();
   test_bad_peer();
+  test_no_peers();
   unsetenv("FASTDP_NCCL");
 }

@@ -327,6 +327,58 @@ static void test_stall(void) {
   fdp_context_close(context);
 }
 
+/* A rank that contributes nothing: its stream, of another device than home, is left alone. */
+
+static fdp_stream *foreign_stream;
+static int32_t foreign_count;
+
+static fdp_status record_watched(fdp_device *device, fdp_event *event, fdp_stream *stream) {
+  foreign_count += device->id.ordinal == 0 && stream == foreign_stream;
+  return real_ops->event_record(device, event, stream);
+}
+
+static fdp_status wait_watched(fdp_device *device, fdp_stream *stream, fdp_event *event) {
+  foreign_count += device->id.ordinal == 0 && stream == foreign_stream;
+  return real_ops->stream_wait(device, stream, event);
+}
+
+static void test_idle_rank(void) {
+  static const int64_t shape[] = {6};
+  fdp_device_host_options options = {.kind = FDP_DEVICE_CUDA, .timeout_ms = 20000};
+  static fdp_device_ops watched;
+  fdp_device *devices[2];
+  fdp_stream *streams[2];
+  fdp_context *context = NULL;
+  fdp_bucket *bucket = NULL;
+  CHECK_OK(fdp_context_open(&context));
+  for (; options.ordinal < 2; ++options.ordinal) {
+    CHECK_OK(fdp_device_host_open(&options, &devices[options.ordinal]));
+    real_ops = devices[options.ordinal]->ops;
+    watched = *real_ops;
+    watched.event_record = record_watched;
+    watched.stream_wait = wait_watched;
+    devices[options.ordinal]->ops = &watched;
+    CHECK_OK(fdp_context_adopt(context, devices[options.ordinal]));
+    CHECK_OK(real_ops->stream_open(devices[options.ordinal], &streams[options.ordinal]));
+  }
+  rig_array gradient = rig_array_open(float32, 1, shape, RIG_ROWS, devices[0]->id);
+  rig_array flat = rig_array_open(float32, 1, shape, RIG_ROWS, devices[0]->id);
+  const fdp_view *gradients[] = {&gradient.view, NULL};
+  rig_fill(&gradient, 3);
+  foreign_stream = streams[1];
+  CHECK_OK(fdp_bucket_open(&gradient.view, NULL, 1, &bucket));
+  CHECK_OK(fdp_bucket_reduce(context, bucket, gradients, streams, 2, &flat.view, streams[0]));
+  CHECK_EQUAL(foreign_count, 0);
+  fdp_bucket_close(bucket);
+  for (int32_t d = 0; d < 2; ++d) real_ops->stream_close(devices[d], streams[d]);
+  for (int64_t i = 0; i < shape[0]; ++i) {
+    CHECK_EQUAL(rig_load(float32, rig_address(&flat.view, i)), rig_value(3, i));
+  }
+  fdp_context_close(context);
+  rig_array_close(&flat);
+  rig_array_close(&gradient);
+}
+
 void test_transports(void) {
   test_fill();
   test_shards();
@@ -336,4 +388,5 @@ void test_transports(void) {
   test_own_reads(RIG_HOST);
   for (int32_t layout = 0; layout < RIG_EXPANDED; ++layout) test_host_memory((rig_layout)layout);
   test_stall();
+  test_idle_rank();
 }
