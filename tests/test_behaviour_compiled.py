@@ -123,6 +123,30 @@ def test_traced_graph_module(impl):
     same(grads(module), grads(plain))
 
 
+@row("E9")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_python_children_of_a_scripted_module_are_refused(impl, monkeypatch):
+    """Such a module comes of patching only: what it has for modules says so here."""
+    module = nn.Sequential(scripted(Net()))
+    kind = type(module[0])
+    found = kind.modules
+    monkeypatch.setattr(kind, "modules", lambda self: iter([*found(self), nn.Identity()]))
+    with pytest.raises(RuntimeError, match="python modules are children of ScriptModule"):
+        impl.wrap(module, 2)(ints(4, 3))
+
+
+@row("E9", "E10")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_modules_run_and_the_wrapper_is_not_traced(impl):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = torch.jit.trace(Net(), ints(4, 3))
+        same(impl.wrap(module, 2)(ints(5, 3)), Net()(ints(5, 3)))
+        with pytest.raises(RuntimeError, match="Cannot insert a Tensor that requires grad"):
+            torch.jit.trace(impl.wrap(Net(), 2), ints(4, 3).to(impl.home))
+
+
 @row("E10")
 def test_script_of_the_wrapper_is_refused_as_by_torch(fast):
     """A wrapper's forward takes *args: TorchScript refuses both alike."""

@@ -271,3 +271,49 @@ def test_import_starts_no_thread():
         assert len(now) == len(names)
         """
     )
+
+
+RANK_SCRIPT = """
+import torch.distributed as dist
+rank = {rank}
+dist.init_process_group("gloo", init_method="file://{store}", rank=rank, world_size=2)
+torch.manual_seed(0)
+module, plain = nn.Linear(2, 2).double(), nn.Linear(2, 2).double()
+plain.load_state_dict(module.state_dict())
+dp = fastdp.DataParallel(module, device_ids=["cpu"] * 2)
+batch = torch.arange(16.0).double().view(8, 2)
+mine = batch[rank::2]
+opt = torch.optim.SGD(dp.parameters(), 2.0**-10)
+for _ in range(3):
+    opt.zero_grad()
+    dp(mine).sum().backward()
+    for parameter in dp.parameters():
+        dist.all_reduce(parameter.grad)
+    opt.step()
+check = torch.optim.SGD(plain.parameters(), 2.0**-10)
+for _ in range(3):
+    check.zero_grad()
+    plain(batch).sum().backward()
+    check.step()
+for p, q in zip(module.parameters(), plain.parameters()):
+    torch.testing.assert_close(p, q, rtol=1e-15, atol=0)
+
+# Inside torch's DDP, each process with its replicas.
+ddp = nn.parallel.DistributedDataParallel(dp)
+ddp.zero_grad()
+ddp(mine).sum().backward()
+got = module.weight.grad.clone()
+want = torch.full_like(got, 0) + batch.sum(0) / 2
+torch.testing.assert_close(got, want.expand(2, 2), rtol=1e-15, atol=0)
+dist.destroy_process_group()
+print("done")
+"""
+
+
+@row("F11")
+def test_a_wrapper_in_each_process_of_a_group(tmp_path):
+    """Gradients averaged by hand, and by torch's DDP around the wrapper."""
+    ranks = [start(RANK_SCRIPT.format(rank=rank, store=tmp_path / "store")) for rank in (0, 1)]
+    for process in ranks:
+        code, out, err = finish(process, 60)
+        assert code == 0 and out == "done\n", f"{out}\n{err}"

@@ -251,6 +251,23 @@ def test_dropout_runs_and_masks(impl):
     same(dp.eval()(torch.ones(8, 9)), torch.ones(8, 9))
 
 
+@row("I4", "I5")
+def test_dropout_on_devices_of_their_own(impl):
+    """Each has its generator, seeded alike: the same again from one seed, and masks that coincide,
+    as in torch's. (Replicas that share a generator: see sequential=True.)"""
+    if impl.gpus < 2:
+        pytest.skip("needs 2 GPUs, each with its generator")
+    dp = impl.wrap(nn.Dropout(0.5), 2)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        runs.append(dp(torch.ones(8, 9).double()))
+    same(runs[1], runs[0])
+    same(runs[0][:4], runs[0][4:])
+    torch.cuda.manual_seed_all(3)
+    same(runs[0][:4], nn.functional.dropout(torch.ones(4, 9, device=impl.home).double(), 0.5))
+
+
 @row("I4")
 def test_dropout_backward_uses_the_masks_of_forward(impl):
     x = torch.ones(64, 4).double().requires_grad_()
