@@ -29,9 +29,7 @@ def main() -> None:
     python = str(VENV / "bin" / "python")
     ours = READY.exists() and f"python={python}\n" in CHOICE.read_text()
     if not ours:
-        say(
-            "not an environment of make's own: libraries of tests/programs are used if they are there"
-        )
+        say("not an environment of make's own: tests/programs uses what libraries are there")
         return
     wish = READY.read_text() + REQUIREMENTS.read_text()
     if DONE.exists() and DONE.read_text() == wish:

@@ -5,7 +5,6 @@ import os
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 
 
 @pytest.fixture(autouse=True)
@@ -34,5 +33,7 @@ def library():
 @pytest.fixture(scope="session")
 def digits():
     """(images, labels): scikit-learn's handwritten digits, (1797, 8, 8) in 0..1, fp64."""
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     return torch.from_numpy(images).reshape(-1, 8, 8) / 16, torch.from_numpy(labels).long()

@@ -26,12 +26,14 @@ BOUND = 1e-9
 
 @dataclasses.dataclass
 class Side:
-    """`counts` has the number of replicas of each forward of each wrapper; empty where plain."""
+    """`places` has the device of each replica, `ids` what the wrapper calls them; `counts` gets the
+    number of replicas of each forward of each wrapper. All are empty where plain."""
 
     name: str
     home: torch.device
     parent: type = None
     ids: tuple = ()
+    places: tuple = ()
     counts: list = dataclasses.field(default_factory=list)
 
     def wrap(self, module, **options):
@@ -62,11 +64,13 @@ def plain(home):
 
 
 def torchs(n):
-    return Side("torch", torch.device("cpu"), oracle.DataParallel, range(n))
+    host = torch.device("cpu")
+    return Side("torch", host, oracle.DataParallel, range(n), [host] * n)
 
 
 def fastdps(impl, n):
-    return Side("fastdp", impl.home, impl.api.DataParallel, impl.ids(n))
+    places = [impl.device(rank) for rank in range(n)]
+    return Side("fastdp", impl.home, impl.api.DataParallel, impl.ids(n), places)
 
 
 def wrong(impl, n):

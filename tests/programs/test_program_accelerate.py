@@ -17,6 +17,8 @@ def net():
 
 class Loop:
     def __init__(self, accelerate, side, digits):
+        # The library keeps the first device that a process asked for.
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         self.accelerator = accelerate.Accelerator(
             cpu=side.home.type == "cpu", gradient_accumulation_steps=2
         )

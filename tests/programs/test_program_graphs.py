@@ -35,14 +35,14 @@ class Graph:
         return Graph(*(part.to(device) for part in vars(self).values()))
 
 
-def data_list_parallel(parent, home):
+def data_list_parallel(parent, places):
     """The wrapper over `parent`: takes a list of graphs, gives each device consecutive graphs of
     about equally many nodes, and walks the four steps by hand."""
 
     class DataParallel(parent):
         def __init__(self, module, device_ids=None, output_device=None):
             super().__init__(module, device_ids=device_ids, output_device=output_device)
-            self.src_device = home
+            self.src_device = places[0]
 
         def forward(self, data_list):
             if len(data_list) == 0:
@@ -63,7 +63,10 @@ def data_list_parallel(parent, home):
             device = (devices * (starts + ends) / (2.0 * ends[-1])).long()
             cuts = functional.pad(device.bincount().cumsum(0), (1, 0)).unique().tolist()
             pairs = pairwise(cuts)
-            return [Graph.joined(data_list[start:end]).to(home) for start, end in pairs]
+            return [
+                Graph.joined(data_list[start:end]).to(place)
+                for (start, end), place in zip(pairs, places, strict=False)
+            ]
 
     return DataParallel
 
@@ -120,7 +123,7 @@ def strokes(image, label):
 def wrapped(side, model):
     if side.parent is None:
         return Plain(model.to(side.home), side.home)
-    parallel = data_list_parallel(side.DataParallel, side.home)
+    parallel = data_list_parallel(side.DataParallel, side.places)
     return parallel(model.to(side.home))
 
 

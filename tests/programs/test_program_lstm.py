@@ -3,7 +3,6 @@
 import pytest
 import torch
 from sides import check, weights
-from sklearn import datasets
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -37,6 +36,8 @@ class LanguageModel(nn.Module):
 
 def sentences():
     """Lines of the descriptions that scikit-learn ships with its data, as numbers from 1."""
+    from sklearn import datasets
+
     text = datasets.load_iris().DESCR + datasets.load_wine().DESCR
     lines = [line.strip() for line in text.splitlines() if len(line.strip()) > WINDOW]
     numbers = {letter: i for i, letter in enumerate(sorted(set("".join(lines))), start=1)}

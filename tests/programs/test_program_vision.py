@@ -150,7 +150,10 @@ def list_parallel(side):
         def scatter(self, inputs, kwargs, device_ids):
             step = -(-len(inputs[0]) // len(device_ids))
             cuts = [slice(i, i + step) for i in range(0, len(inputs[0]), step)]
-            rows = [tuple(on(side.home, part[cut]) for part in inputs) for cut in cuts]
+            rows = [
+                tuple(on(place, part[cut]) for part in inputs)
+                for cut, place in zip(cuts, side.places, strict=False)
+            ]
             return rows, [kwargs for _ in rows]
 
         def gather(self, outputs, output_device):
