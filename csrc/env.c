@@ -23,6 +23,8 @@ static const fdp_env_variable variables[FDP_ENV_COUNT] = {
     [FDP_ENV_TRANSPORT] = {"FASTDP_TRANSPORT", FDP_ENV_CHOICE, "auto|local|peer|nccl|host", "auto",
                            false, 0, 0,
                            "How data moves between GPUs: the first means that fits, or only this."},
+    [FDP_ENV_OVERLAP] = {"FASTDP_OVERLAP", FDP_ENV_CHOICE, "auto|always|never", "auto", false, 0, 0,
+                         "Hide moves of parameters behind compute: if they take long, or not."},
     [FDP_ENV_UNUSED_GRAD] = {"FASTDP_UNUSED_GRAD", FDP_ENV_CHOICE, "zero|none", "zero", false, 0, 0,
                              "The gradient of a parameter that no replica used."},
     [FDP_ENV_NCCL] = {"FASTDP_NCCL", FDP_ENV_TEXT, "path of libnccl.so.2", "auto", false, 0, 0,
@@ -41,6 +43,7 @@ static const fdp_env_variable variables[FDP_ENV_COUNT] = {
 static const char *names_choice[FDP_ENV_COUNT][5] = {
     [FDP_ENV_LOG] = {"off", "error", "warning", "info", "debug"},
     [FDP_ENV_TRANSPORT] = {"auto", "local", "peer", "nccl", "host"},
+    [FDP_ENV_OVERLAP] = {"auto", "always", "never"},
     [FDP_ENV_UNUSED_GRAD] = {"zero", "none"},
 };
 

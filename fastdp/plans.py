@@ -29,9 +29,11 @@ class Plan:
         alone: List[int],
         parameter_count: int,
         devices: Sequence[torch.device],
+        communication: Communication,
     ) -> None:
         self.description = description
         self.buckets = buckets
+        self.communication = communication
         self.alone = alone
         self.parameter_count = parameter_count
         self._devices = devices
@@ -51,18 +53,19 @@ class Plan:
         with communication.current():
             flats = [bucket.take(True) for bucket in self.buckets]
         compute = communication.begin()
-        for k, bucket in enumerate(self.buckets):
-            chosen = [tensors[place] for place in bucket.places]
-            with communication.current():
-                if differentiable and bucket.requires_grad or _torch_compat.forward_mode_active():
+        as_nodes = _torch_compat.forward_mode_active()
+        with communication.current():
+            for k, bucket in enumerate(self.buckets):
+                chosen = [tensors[place] for place in bucket.places]
+                if as_nodes or differentiable and bucket.requires_grad:
                     copies = Broadcast.apply(bucket, True, flats[k], compute, *chosen)
                     tokens.append(copies[-1])
                     _torch_compat.run_early(copies[-1].grad_fn)
                 else:
                     copies = bucket.copies(chosen, True, flats[k])
-            communication.mark(k)
-            for rank, row in enumerate(rows):
-                row.extend(copies[rank * bucket.count : (rank + 1) * bucket.count])
+                communication.mark(k)
+                for rank, row in enumerate(rows):
+                    row.extend(copies[rank * bucket.count : (rank + 1) * bucket.count])
         for place in self.alone:
             for rank, (row, device) in enumerate(zip(rows, self._devices)):
                 tensor = tensors[place]

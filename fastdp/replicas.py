@@ -24,6 +24,7 @@ from .buckets import is_sparse, make_buckets
 from .devices import parse_devices
 from .flat_weights import RnnWeights
 from .fresh_replicas import WalkedTree, check_scripted, fresh_replicas
+from .overlap import is_worth_hiding
 from .plans import Plan, Source, Tensors, check_home, check_tensors, described
 from .replica_sets import ReplicaSet
 from .signatures import NotRecordable
@@ -36,13 +37,17 @@ _MAX_LENT = 2
 
 
 class Lease:
-    """Replicas lent to one call, with the tokens that its gather hands on."""
+    """Replicas lent to one call, with the tokens that its gather hands on, and what brought them
+    their copies."""
 
-    __slots__ = ("replicas", "tokens")
+    __slots__ = ("replicas", "tokens", "communication")
 
-    def __init__(self, replicas: Optional[ReplicaSet], tokens: Tensors) -> None:
+    def __init__(
+        self, replicas: Optional[ReplicaSet], tokens: Tensors, communication: Communication
+    ) -> None:
         self.replicas = replicas
         self.tokens = tokens
+        self.communication = communication
 
 
 class Replicator:
@@ -66,7 +71,8 @@ class Replicator:
         self._busy = False
         self._module = weakref.ref(module)
         self.devices = tuple(devices)
-        self._communication = Communication(devices)
+        self._communication = Communication(devices)  # beside compute
+        self._in_line = Communication(devices, beside=False)
         self._bucket_bytes = bucket_bytes
         self._unused_grad = unused_grad
         self._transport = transport
@@ -132,21 +138,22 @@ class Replicator:
         differentiable = not detach and torch.is_grad_enabled()
         plan = self._plan(root, tensors, pattern, len(parameters), ranks, differentiable)
         with torch.set_grad_enabled(differentiable):
-            rows, tokens = plan.copies(tensors, differentiable, self._communication)
+            rows, tokens = plan.copies(tensors, differentiable, plan.communication)
         if self._fresh or not early:
-            self._communication.deliver()
+            plan.communication.deliver()
         if self._fresh:
-            return fresh_replicas(root, parameters, buffers, rows), Lease(None, tokens)
+            roots = fresh_replicas(root, parameters, buffers, rows)
+            return roots, Lease(None, tokens, plan.communication)
         replicas = self._take_set(root)
-        roots = replicas.refresh(root, rows, plan, self._communication)
-        return roots, Lease(replicas, tokens)
+        roots = replicas.refresh(root, rows, plan, plan.communication)
+        return roots, Lease(replicas, tokens, plan.communication)
 
     def give_back(self, lease: Lease) -> None:
         """The end of a lease's replicas; its tokens stay. Replicas that somebody still holds are
         kept apart, and looked at again before new ones are made. A second end does nothing."""
         if lease.replicas is None:
             return
-        self._communication.deliver()
+        lease.communication.deliver()
         replicas, lease.replicas = lease.replicas, None
         root = self._module()
         if root is None:
@@ -214,18 +221,21 @@ class Replicator:
             check_home(tensors, self.devices[0])
             devices = self.devices[:ranks]
             alone = [place for place, tensor in enumerate(tensors) if is_sparse(tensor)]
+            dense = [tensor for tensor in tensors if not is_sparse(tensor)]
+            hidden = is_worth_hiding(dense, devices, self._transport)
+            communication = self._communication if hidden else self._in_line
             buckets = make_buckets(
                 tensors,
                 set(alone),
                 parameter_count,
                 devices,
-                self._communication,
+                communication,
                 self._bucket_bytes,
                 self._unused_grad,
                 self._rnn_weights.find(tensors),
                 self._transport,
             )
-            plan = Plan(description, buckets, alone, parameter_count, devices)
+            plan = Plan(description, buckets, alone, parameter_count, devices, communication)
             self._plans[ranks, differentiable] = plan
         return plan
 

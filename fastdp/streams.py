@@ -3,8 +3,9 @@ here does anything.
 
 Rules. A forward runs on the streams that are current for its caller, one per device (the compute
 streams). Moves of the parameters run on communication streams, one per device, made current around
-the node's application, so that their backward runs there too; where all replicas share one GPU
-there is nothing to overlap and they run on the compute stream. A node that spans devices reads
+the node's application, so that their backward runs there too; where all replicas share one GPU, or
+moves take too short a time to be worth it (overlap.py), they run on the compute streams, as all
+other moves do. A node that spans devices reads
 after its own stream *and* after the compute streams of the forward, and what it makes is ready on
 its own stream when its backward returns.
 
@@ -35,20 +36,54 @@ def distinct(devices: Sequence[torch.device]) -> List[torch.device]:
     return [device for device in dict.fromkeys(devices) if device.type == "cuda"]
 
 
-@contextlib.contextmanager
-def current(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-    """Makes each the current stream of its device; the current device stays what it is."""
-    device = torch.cuda.current_device()
-    before = [torch.cuda.current_stream(stream.device) for stream in streams]
-    try:
+class current:
+    """Makes each of the streams the current one of its device; the current device stays what it
+    is. To be entered once."""
+
+    __slots__ = ("_streams", "_before", "_device")
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._streams = streams
+
+    def __enter__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._before = [torch.cuda.current_stream(stream.device) for stream in self._streams]
+        try:
+            self._set(self._streams)
+        except BaseException:  # an interrupt: __exit__ will not be called
+            self._set(self._before)
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        self._set(self._before)
+
+    def _set(self, streams: Sequence[torch.cuda.Stream]) -> None:
         for stream in streams:
             torch.cuda.set_stream(stream)
-        torch.cuda.set_device(device)
-        yield
-    finally:
-        for stream in before:
-            torch.cuda.set_stream(stream)
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(self._device)
+
+
+class _Events(threading.local):
+    """An event for each device, of one thread. A wait keeps the record that it saw, so the event is
+    free for another once the wait is enqueued."""
+
+    def __init__(self) -> None:
+        self.of: Dict[torch.device, torch.cuda.Event] = {}
+
+
+_events = _Events()
+
+
+def wait_for(then: torch.cuda.Stream, first: torch.cuda.Stream) -> None:
+    """What follows on `then` runs after all that was enqueued on `first` so far:
+    `then.wait_stream(first)` without a new event."""
+    if then == first:
+        return
+    event = _events.of.get(first.device)
+    if event is None:
+        event = _events.of[first.device] = torch.cuda.Event()
+    event.record(first)
+    then.wait_event(event)
 
 
 class Snapshot:
@@ -68,23 +103,26 @@ class Snapshot:
         if not others:
             return _NOTHING
         node = torch.cuda.current_stream(home) if home.type == "cuda" else None
+        elsewhere = []
         for stream in others:
             here = torch.cuda.current_stream(stream.device)
             if here != stream:
-                stream.wait_stream(here)
+                wait_for(stream, here)
+                elsewhere.append(stream)
             if node is not None:
-                stream.wait_stream(node)
-        return current(others)
+                wait_for(stream, node)
+        return current(elsewhere) if elsewhere else _NOTHING
 
 
 class Communication:
-    """The communication streams of one wrapper, and what is still being read on them."""
+    """What the moves of one wrapper's parameters run on. Beside compute: communication streams of
+    its own, and what is still being read on them. Else, and on one GPU or the host: the streams of
+    compute, and nothing has to be waited for or kept."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], beside: bool = True) -> None:
         self.devices = distinct(devices)
         self.home = devices[0]
-        # One GPU for all, or the host: everything on the caller's stream.
-        self.apart = len(self.devices) > 1
+        self.apart = beside and len(self.devices) > 1
         self._streams: List[torch.cuda.Stream] = []
         self._arrived: List[List[torch.cuda.Event]] = [[] for _ in self.devices]
         self._used: Dict[Any, torch.cuda.Stream] = {}
@@ -100,15 +138,17 @@ class Communication:
         """Before a forward's broadcasts, after their flat buffers were taken: the communication
         streams wait for all compute that was enqueued so far, which may still write the parameters
         or read what the buffers' memory held before. Gives the forward's compute streams."""
-        if not self.apart:
+        if len(self.devices) < 2:
             return None
         compute = Snapshot(self.devices)
+        if not self.apart:
+            return compute
         with self._lock:
             for stream in compute.streams:
                 self._used[stream.cuda_stream, stream.device] = stream
             used = list(self._used.values())
         for stream in used:
-            self._streams[self.devices.index(stream.device)].wait_stream(stream)
+            wait_for(self._streams[self.devices.index(stream.device)], stream)
         self._release(0)
         return compute
 
@@ -119,9 +159,6 @@ class Communication:
             for target in self.devices:
                 torch.empty(1, device=source).to(target)
         self._streams = [torch.cuda.Stream(device, priority=-1) for device in self.devices]
-
-    def _compute_streams(self) -> List[torch.cuda.Stream]:
-        return [torch.cuda.current_stream(device) for device in self.devices]
 
     def current(self) -> ContextManager[Any]:
         """Around a broadcast: the communication streams are current."""
@@ -145,30 +182,34 @@ class Communication:
         """Compute waits for all copies: those into the replicas, and those out of the parameters,
         which may be written afterwards."""
         if self.apart:
-            for stream, compute in zip(self._streams, self._compute_streams()):
-                compute.wait_stream(stream)
+            for stream in self._streams:
+                wait_for(torch.cuda.current_stream(stream.device), stream)
+
+    def in_backward(self, snapshot: Optional[Snapshot], gradients: Any) -> ContextManager[Any]:
+        """Around the moves in a broadcast's or reduction's backward. Beside compute, the node's
+        stream is home's communication stream; the others become current. All wait for the forward's
+        compute streams, which made the gradients, and for whatever the engine has ordered before
+        this node; in the end the node's stream waits for the others."""
+        if snapshot is None:
+            return _NOTHING
+        if not self.apart:
+            return snapshot.in_backward(self.home)
+        return self._beside(snapshot, gradients)
 
     @contextlib.contextmanager
-    def in_backward(self, snapshot: Optional[Snapshot], gradients: Any) -> Iterator[None]:
-        """Around the moves in a broadcast's or reduction's backward. The node's stream is home's
-        communication stream; the others become current. All wait for the forward's compute streams,
-        which made the gradients, and for whatever the engine has ordered before this node; in the
-        end the node's stream waits for the others."""
-        if snapshot is None or not self.apart:
-            yield
-            return
+    def _beside(self, snapshot: Snapshot, gradients: Any) -> Iterator[None]:
         node = torch.cuda.current_stream(self.home)
         streams = [node if s.device == self.home else s for s in self._streams]
         for stream, compute in zip(streams, snapshot.streams):
-            stream.wait_stream(compute)
+            wait_for(stream, compute)
             if stream is not node:
-                stream.wait_stream(torch.cuda.current_stream(stream.device))
-                stream.wait_stream(node)
+                wait_for(stream, torch.cuda.current_stream(stream.device))
+                wait_for(stream, node)
         with current(streams):
             yield
         for stream in streams:
             if stream is not node:
-                node.wait_stream(stream)
+                wait_for(node, stream)
         self._retire(snapshot, streams, gradients)
 
     def _retire(self, snapshot: Snapshot, streams: Any, gradients: Any) -> None:
@@ -179,7 +220,9 @@ class Communication:
             event = torch.cuda.Event()
             event.record(stream)
             reads.append((compute, event))
-        held = [gradient.detach() for gradient in gradients if gradient is not None]
+        held = gradients
+        if torch.is_grad_enabled():  # else they have no graph that they could keep
+            held = [gradient.detach() for gradient in gradients if gradient is not None]
         with self._lock:
             self._retiring.append((reads, held))
         self._release(_MAX_RETIRING)

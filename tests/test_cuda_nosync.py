@@ -16,11 +16,17 @@ def gpu_test(function):
     return pytest.mark.gpu(pytest.mark.skipif(reason is not None, reason=str(reason))(function))
 
 
-@pytest.fixture(params=[(0, 0), (0, 1), (1, 0)], ids=str)
-def ids(request):
-    if max(request.param) >= torch.cuda.device_count():
+WAYS = [("auto", 0, 0), ("always", 0, 1), ("always", 1, 0), ("never", 0, 1)]
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def ids(request, monkeypatch):
+    """Two replicas, moves of their parameters hidden or not."""
+    overlap, *found = request.param
+    if max(found) >= torch.cuda.device_count():
         pytest.skip("needs two GPUs")
-    return list(request.param)
+    monkeypatch.setenv("FASTDP_OVERLAP", overlap)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +97,27 @@ def children():
         pytest.skip(no_cuda_reason())
     started = {("auto", 0, 0): cuda_child.start("blocking_calls", [0, 0])}
     if torch.cuda.device_count() > 1:
-        started["auto", 0, 1] = cuda_child.start("blocking_calls", [0, 1])
-        started["host", 0, 1] = cuda_child.start(
-            "blocking_calls", [0, 1], FASTDP_TRANSPORT="host"
-        )
+        for overlap in ("always", "never"):
+            for transport in ("auto", "host"):
+                started[transport, 0, 1, overlap] = cuda_child.start(
+                    "blocking_calls", [0, 1], FASTDP_TRANSPORT=transport, FASTDP_OVERLAP=overlap
+                )
     yield started
     cuda_child.stop(started.values())
 
 
 @gpu_test
-@pytest.mark.parametrize("case", [("auto", 0, 0), ("auto", 0, 1), ("host", 0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("auto", 0, 0),
+        ("auto", 0, 1, "always"),
+        ("host", 0, 1, "always"),
+        ("auto", 0, 1, "never"),
+        ("host", 0, 1, "never"),
+    ],
+    ids=str,
+)
 def test_no_call_of_cuda_waits(children, case):
     """Of torch, of fastdp, of the libraries below them."""
     if case not in children:

@@ -23,17 +23,25 @@ pytestmark = [
 STEPS, BATCH, WIDTH = 3, 8, 64
 
 
-@pytest.fixture(params=[(0, 0), (0, 1), (1, 0)], ids=str)
-def ids(request):
-    if max(request.param) >= torch.cuda.device_count():
+WAYS = [("auto", 0, 0), ("always", 0, 1), ("always", 1, 0), ("never", 0, 1)]
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def ids(request, monkeypatch):
+    """Two replicas, moves of their parameters hidden or not."""
+    overlap, *found = request.param
+    if max(found) >= torch.cuda.device_count():
         pytest.skip("needs two GPUs")
-    return list(request.param)
+    monkeypatch.setenv("FASTDP_OVERLAP", overlap)
+    return found
 
 
 @pytest.fixture
-def pair():
+def pair(monkeypatch):
+    """Two GPUs, moves hidden."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
+    monkeypatch.setenv("FASTDP_OVERLAP", "always")
     return [0, 1]
 
 

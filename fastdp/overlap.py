@@ -1,0 +1,81 @@
+"""Whether the moves of a module's parameters are worth hiding behind its compute.
+
+Hiding costs the host time: streams of their own, events for every gradient that crosses from one
+stream to another (the engine makes them), and waits where a parameter is read. A module whose
+parameters travel in a fraction of a millisecond is better off without: its moves then run on the
+streams of its compute. How long they take is measured, once for some GPUs and a process.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Dict, List, Optional, Sequence, Tuple
+
+import torch
+
+from . import _C, environment
+from .streams import distinct
+
+# A broadcast that takes longer is hidden. With the sums on the way back, twice that is exposed.
+_EXPOSED_S = 200e-6
+_PROBE_BYTES = 32 * 2**20
+_PROBES = 8  # one behind the other, so that the host's own time to enqueue them does not count
+_DEADLINE_S = 10.0
+
+_rates: Dict[Tuple[Tuple[torch.device, ...], Optional[str]], float] = {}
+
+
+def is_worth_hiding(
+    tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], transport: Optional[str]
+) -> bool:
+    """Whether moves of the tensors from devices[0] to all others should run beside compute.
+    FASTDP_OVERLAP says so where it is set."""
+    targets = distinct(devices)
+    if len(targets) < 2:
+        return False
+    wish = environment.overlap()
+    if wish != "auto":
+        return wish == "always"
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    rate = _bytes_per_s(tuple(targets), transport)
+    return rate is None or size_bytes > _EXPOSED_S * rate
+
+
+def _bytes_per_s(devices: Tuple[torch.device, ...], transport: Optional[str]) -> Optional[float]:
+    """How fast one tensor comes from the first to all others; None if it cannot be measured now."""
+    rate = _rates.get((devices, transport))
+    if rate is None and not torch.cuda.is_current_stream_capturing():
+        rate = _rates[devices, transport] = _measured(devices, transport)
+    return rate
+
+
+def _measured(devices: Tuple[torch.device, ...], transport: Optional[str]) -> float:
+    source = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=devices[0])
+    flats = tuple(torch.empty_like(source, device=device) for device in devices[1:])
+    bucket = _C.Bucket((source,), None, transport)
+    bucket.broadcast((source,), flats)  # what is made at a first use does not count
+    begin = _timing_events(devices[1:])
+    for _ in range(_PROBES):
+        bucket.broadcast((source,), flats)
+    end = _timing_events(devices[1:])
+    if not all(_has_passed(event) for event in end):
+        return 0.0  # something is very slow
+    slowest_ms = max(first.elapsed_time(last) for first, last in zip(begin, end))
+    return _PROBES * _PROBE_BYTES / max(slowest_ms * 1e-3, 1e-9)
+
+
+def _timing_events(devices: Sequence[torch.device]) -> List[torch.cuda.Event]:
+    events = []
+    for device in devices:
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record(torch.cuda.current_stream(device))
+    return events
+
+
+def _has_passed(event: torch.cuda.Event) -> bool:
+    deadline_s = time.monotonic() + _DEADLINE_S
+    while not event.query():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(1e-4)
+    return True

@@ -1,0 +1,258 @@
+"""Which modules have the moves of their parameters hidden behind compute (overlap.py), decided from
+how long they take; and the two ways of communication, with GPUs pretended."""
+
+import pytest
+import torch
+
+from fastdp import _C, overlap, streams
+
+HOST = torch.device("cpu")
+GPUS = tuple(torch.device("cuda", index) for index in range(3))
+
+
+def tensors(size_bytes):
+    return [torch.empty(size_bytes // 2, dtype=torch.uint8, device="meta")] * 2
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """What was measured, in bytes per second; asked for without a GPU."""
+    monkeypatch.delenv("FASTDP_OVERLAP", raising=False)
+    measured = {}
+    monkeypatch.setattr(overlap, "_rates", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def measure(devices, transport):
+        measured[devices, transport] = measured.get((devices, transport), 0) + 1
+        return {None: 1e9, "host": 1e6}[transport]
+
+    monkeypatch.setattr(overlap, "_measured", measure)
+    return measured
+
+
+def test_what_takes_long_is_hidden(rates):
+    limit = 200_000  # bytes in 200 us at 1 GB/s
+    for size, hidden in ((0, False), (limit, False), (limit + 2, True), (10**9, True)):
+        assert overlap.is_worth_hiding(tensors(size), GPUS[:2], None) is hidden
+    assert overlap.is_worth_hiding(tensors(limit), GPUS[:2], "host")
+    assert rates == {(GPUS[:2], None): 1, (GPUS[:2], "host"): 1}
+
+
+def test_it_is_measured_once_for_some_gpus(rates):
+    for devices in (GPUS, GPUS[:2], (*GPUS, *GPUS), GPUS[::-1]):
+        overlap.is_worth_hiding(tensors(2), devices, None)
+    assert rates == {(GPUS, None): 1, (GPUS[:2], None): 1, (GPUS[::-1], None): 1}
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(rates, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert overlap.is_worth_hiding(tensors(2), GPUS, None)
+    assert rates == {} and overlap._rates == {}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not overlap.is_worth_hiding(tensors(2), GPUS, None)
+
+
+@pytest.mark.parametrize("devices", [(HOST, HOST), (GPUS[0], GPUS[0]), GPUS[:1]], ids=str)
+@pytest.mark.parametrize("wish", ["auto", "always", "never"])
+def test_on_one_device_there_is_nothing_to_hide(rates, monkeypatch, devices, wish):
+    monkeypatch.setenv("FASTDP_OVERLAP", wish)
+    assert not overlap.is_worth_hiding(tensors(10**9), devices, None) and rates == {}
+
+
+@pytest.mark.parametrize("wish, hidden", [("always", True), ("never", False)])
+@pytest.mark.parametrize("size", [0, 10**12])
+def test_the_variable_decides(rates, monkeypatch, wish, hidden, size):
+    monkeypatch.setenv("FASTDP_OVERLAP", wish)
+    assert overlap.is_worth_hiding(tensors(size), GPUS, None) is hidden and rates == {}
+
+
+def test_an_unknown_word_is_refused(rates, monkeypatch):
+    monkeypatch.setenv("FASTDP_OVERLAP", "sometimes")
+    with pytest.raises(ValueError, match="FASTDP_OVERLAP is 'sometimes': it must be one of auto"):
+        overlap.is_worth_hiding(tensors(2), GPUS, None)
+    monkeypatch.setenv("FASTDP_OVERLAP", "")
+    assert not overlap.is_worth_hiding(tensors(2), GPUS, None)
+
+
+def test_the_table_of_the_core_knows_it():
+    (row,) = (row for row in _C.env_table() if row[0] == "FASTDP_OVERLAP")
+    assert row[1:3] == ("auto|always|never", "auto")
+
+
+# Streams. torch without CUDA has no streams: these stand for them, and log what is asked of them.
+
+
+class Stream:
+    def __init__(self, name, device, log):
+        self.name, self.device, self._log = name, device, log
+        self.cuda_stream = id(self)
+
+    def wait_event(self, event):
+        self._log.append(f"{self.name} waits for {event.seen}")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """The compute streams c0, c1, ... of pretended GPUs are current."""
+    return PretendedCuda(monkeypatch)
+
+
+class PretendedCuda:
+    def __init__(self, monkeypatch):
+        self.log = log = []
+        self.current = {device: Stream(f"c{device.index}", device, log) for device in GPUS}
+        self.device = 0
+        made = self.made = []
+
+        class Event:
+            def __init__(self):
+                made.append(self)
+
+            def record(self, stream):
+                self.seen = stream.name
+
+        def make_stream(device, priority):
+            return Stream(f"s{device.index}", device, log)
+
+        class Empty:
+            def to(self, device):
+                log.append(f"opened {device.index}")
+
+        def set_stream(stream):
+            self.current[stream.device] = stream
+            self.device = stream.device.index
+
+        def set_device(device):
+            self.device = device
+
+        for name, value in {
+            "Event": Event,
+            "Stream": make_stream,
+            "current_stream": self.current.__getitem__,
+            "set_stream": set_stream,
+            "current_device": lambda: self.device,
+            "set_device": set_device,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(streams, "_events", streams._Events())
+        monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: Empty())
+
+    def names(self):
+        return [self.current[device].name for device in GPUS[:2]]
+
+    def taken(self):
+        log = list(self.log)
+        self.log.clear()
+        return log
+
+
+def test_beside_compute(cuda):
+    communication = streams.Communication(GPUS[:2])
+    assert communication.apart
+    communication.open()
+    assert cuda.taken() == ["opened 0", "opened 1"] * 2
+    communication.open()
+    compute = communication.begin()
+    assert [stream.name for stream in compute.streams] == ["c0", "c1"]
+    assert cuda.taken() == ["s0 waits for c0", "s1 waits for c1"]
+    cuda.device = 2
+    with communication.current():
+        assert cuda.names() == ["s0", "s1"] and cuda.device == 2
+        communication.mark(0)
+        communication.mark(1)
+    assert cuda.names() == ["c0", "c1"] and cuda.device == 2
+    assert [event.seen for event in communication.arrived(GPUS[1])] == ["s1", "s1"]
+    communication.deliver()
+    assert cuda.taken() == ["c0 waits for s0", "c1 waits for s1"]
+    cuda.current[GPUS[0]] = communication._streams[0]  # the engine's, for the node
+    with communication.in_backward(compute, (None,)):
+        assert cuda.names() == ["s0", "s1"]
+        expected = ["s0 waits for c0", "s1 waits for c1", "s1 waits for c1", "s1 waits for s0"]
+        assert cuda.taken() == expected
+    assert cuda.names() == ["s0", "c1"] and cuda.taken() == ["s0 waits for s1"]
+
+
+def test_gradients_are_held_until_their_streams_were_told_to_wait(cuda):
+    communication = streams.Communication(GPUS[:2])
+    communication.open()
+    compute = communication.begin()
+    cuda.current[GPUS[0]] = communication._streams[0]
+    kept = [object() for _ in range(5)]
+    for k, thing in enumerate(kept):
+        cuda.taken()
+        with torch.no_grad(), communication.in_backward(compute, (thing, None)):
+            pass
+        told = [line for line in cuda.taken() if line.startswith("c")]
+        assert told == ([] if k < 3 else ["c0 waits for s0", "c1 waits for s1"])
+    assert [held[0] for _, held in communication._retiring] == kept[2:]
+
+
+def test_in_line_with_compute(cuda):
+    communication = streams.Communication(GPUS[:2], beside=False)
+    assert not communication.apart
+    communication.open()
+    compute = communication.begin()
+    assert [stream.name for stream in compute.streams] == ["c0", "c1"]
+    with communication.current():
+        assert cuda.names() == ["c0", "c1"]
+        communication.mark(0)
+    assert communication.arrived(GPUS[0]) == communication.arrived(GPUS[1]) == []
+    communication.deliver()
+    assert cuda.taken() == [] and cuda.made == []
+    with communication.in_backward(compute, (None,)):
+        assert cuda.names() == ["c0", "c1"]
+    assert cuda.taken() == ["c1 waits for c0"]
+
+
+def test_in_line_on_an_engine_thread_with_streams_of_its_own(cuda):
+    """The backward of a forward on other streams than those that are current for the engine."""
+    communication = streams.Communication(GPUS[:2], beside=False)
+    own = cuda.current[GPUS[1]]
+    cuda.current[GPUS[1]] = Stream("user", GPUS[1], cuda.log)
+    compute = communication.begin()
+    cuda.current[GPUS[1]] = own
+    with communication.in_backward(compute, (None,)):
+        assert cuda.names() == ["c0", "user"]
+        assert cuda.taken() == ["user waits for c1", "user waits for c0"]
+    assert cuda.names() == ["c0", "c1"] and cuda.taken() == []
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("devices", [(HOST, HOST), (GPUS[0], GPUS[0])], ids=str)
+def test_on_one_device_nothing_waits(cuda, devices, beside):
+    communication = streams.Communication(devices, beside)
+    communication.open()
+    assert communication.begin() is None and not communication.apart
+    with communication.current(), communication.in_backward(None, ()):
+        communication.mark(0)
+    communication.deliver()
+    assert cuda.log == [] and cuda.made == []
+
+
+def test_a_stream_does_not_wait_for_itself(cuda):
+    stream = cuda.current[GPUS[0]]
+    streams.wait_for(stream, stream)
+    assert cuda.log == [] and cuda.made == []
+
+
+def test_a_thread_uses_one_event_for_each_device(cuda):
+    for _ in range(5):
+        streams.wait_for(cuda.current[GPUS[0]], cuda.current[GPUS[1]])
+        streams.wait_for(cuda.current[GPUS[1]], cuda.current[GPUS[0]])
+    assert cuda.log == ["c0 waits for c1", "c1 waits for c0"] * 5 and len(cuda.made) == 2
+
+
+def test_streams_are_put_back_after_an_interrupt(cuda, monkeypatch):
+    """One that comes between two streams, where no `with` would call __exit__."""
+    s0, s1 = Stream("s0", GPUS[0], cuda.log), Stream("s1", GPUS[1], cuda.log)
+    set_stream = torch.cuda.set_stream
+
+    def interrupted(stream):
+        if stream is s1:
+            raise KeyboardInterrupt
+        set_stream(stream)
+
+    monkeypatch.setattr(torch.cuda, "set_stream", interrupted)
+    with pytest.raises(KeyboardInterrupt), streams.current([s0, s1]):
+        raise AssertionError("not reached")
+    assert cuda.names() == ["c0", "c1"] and cuda.device == 0
