@@ -112,6 +112,7 @@ def found(module):
     return RnnWeights(module.modules()).find(tuple(module.parameters()))
 
 
+@row("A22")
 def test_flat_weights_that_are_found():
     module = Between(flatten_by_hand(nn.LSTM(3, 4, batch_first=True)))
     flatten_by_hand(module.rnn)  # double() undid the first
@@ -127,6 +128,7 @@ def test_flat_weights_that_are_found():
     assert flat.length == sum(weight.numel() for weight in weights)
 
 
+@row("A22")
 @pytest.mark.parametrize("bias", [True, False])
 def test_weights_that_are_not_flat(bias):
     """With biases there is nothing to keep apart; without them they keep together."""
@@ -146,6 +148,7 @@ def test_weights_that_are_not_flat(bias):
     assert found(rnn) == []
 
 
+@row("A22")
 def test_weights_of_two_rnns_go_to_the_first():
     module = nn.ModuleList([flatten_by_hand(nn.LSTM(4, 4)), nn.LSTM(4, 4)])
     for name in list(module[0]._parameters):
@@ -153,6 +156,7 @@ def test_weights_of_two_rnns_go_to_the_first():
     assert [flat.places for flat in found(module)] == [(0, 1, 2, 3)]
 
 
+@row("A22")
 def test_a_parametrized_weight_is_not_asked_for():
     rnn = flatten_by_hand(nn.LSTM(3, 4))
     parametrizations.weight_norm(rnn, "weight_hh_l0")
@@ -160,6 +164,7 @@ def test_a_parametrized_weight_is_not_asked_for():
     assert found(rnn) == []
 
 
+@row("A22")
 def test_modules_without_rnns_cost_nothing():
     weights = RnnWeights(nn.Sequential(nn.Linear(2, 2), nn.LSTMCell(2, 2)).modules())
     assert weights.describe() == b"" and weights.find(()) == []
