@@ -7,7 +7,7 @@ stays valid and a kept gradient is never overwritten; torch's caching allocator 
 
 from __future__ import annotations
 
-from typing import Any, Collection, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Collection, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -58,10 +58,9 @@ class Bucket:
         if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
             # torch.empty would fill it at once, on a stream that has not waited yet for those who
             # still read what the memory held before. A storage is not filled.
-            size = self.core.size_elems
             flat = torch.empty(0, dtype=self.dtype, device=device)
-            storage = torch.UntypedStorage(size * flat.element_size(), device=device)
-            return flat.set_(storage, 0, (size,))
+            storage = torch.UntypedStorage(self.length * flat.element_size(), device=device)
+            return flat.set_(storage, 0, (self.length,))
         return torch.empty(self.length, dtype=self.dtype, device=device)
 
     def slots(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -88,7 +87,7 @@ class Bucket:
         """The tensors once for each rank, rank by rank, in `flats`. With `home` rank 0 gets the
         tensors themselves, parameters and differentiable ones under new names."""
         if flats:
-            self.core.broadcast(tuple(map(resolved, tensors)), flats)
+            self._move(self.core.broadcast, tuple(map(resolved, tensors)), flats)
             if self.length > self.core.size_elems:
                 for flat in flats:
                     flat[self.core.size_elems :].zero_()
@@ -96,6 +95,19 @@ class Bucket:
         for flat in flats:
             result.extend(self.named_slots(flat) if home else self.slots(flat))
         return result
+
+    def _move(self, move: Callable[[Any, Any], None], sources: Any, targets: Any) -> None:
+        """The core's scratch is not torch's: what torch keeps of the GPUs' memory without using it
+        is given back before memory counts as short."""
+        try:
+            move(sources, targets)
+        except MemoryError:
+            if self.device.type != "cuda":
+                raise
+            for device in dict.fromkeys(self.devices):
+                with torch.cuda.device(device):
+                    torch.cuda.empty_cache()
+            move(sources, targets)
 
     def named_home(self, tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
         """The tensors as replica 0's: the same memory, parameters under new names."""
@@ -159,7 +171,7 @@ class Bucket:
     def _slots_of_sums(
         self, rows: Tuple[Tuple[Optional[torch.Tensor], ...], ...], flat: torch.Tensor
     ) -> List[Any]:
-        self.core.reduce(rows, flat)
+        self._move(self.core.reduce, rows, flat)
         return list(self.slots(flat))
 
 

@@ -243,7 +243,8 @@ static void test_no_peers(void) {
              "shared object file: No such file or directory");
   CHECK_FAILS(fdp_context_transport(context, "peer", gpus[0], gpus, 2, &name, reason,
                                     sizeof reason), FDP_UNSUPPORTED,
-              "transport=peer does not join the devices: cuda:0: cannot reach the memory of cuda:1");
+              "transport=peer does not join the devices: cuda:0: cannot reach the memory of "
+              "cuda:1");
   CHECK_TEXT(logged, "");
   fdp_log_open(NULL, NULL, FDP_LOG_OFF);
   fdp_context_close(context);
