@@ -63,7 +63,7 @@ class Replacement(NamedTuple):
     name: str  # of the class, "data_parallel", or that of the class and how it came: "... (loaded)"
     file: str
     line: int
-    count: int
+    times: int
     replicas: Optional[int]  # of the last one; 0: the module is called directly; None: a function
 
 
@@ -115,7 +115,7 @@ class Patch:
             if place.replicas is not None:
                 line += f", {place.replicas} replica{'s' * (place.replicas > 1)}"
                 line = line.replace(", 0 replica", ", called directly: no GPU")
-            lines.append(line + f" ({place.count} times)" * (place.count > 1))
+            lines.append(line + f" ({place.times} times)" * (place.times > 1))
         return "\n".join(lines)
 
     def undo(self) -> None:
@@ -216,9 +216,10 @@ class _Surgery:
                 delattr(_Torch, name)
             else:
                 setattr(_Torch, name, self._had[name])
+        getstate = _rehomed(_Fast.__getstate__)
         for wrapped in _torch_wrappers():
             # What fastdp keeps in a wrapper and takes into no copy: threads, replicas.
-            for name in set(vars(wrapped)) - set(_Fast.__getstate__(wrapped)):
+            for name in set(vars(wrapped)) - set(getstate(wrapped)):
                 del wrapped.__dict__[name]
 
     def _counted(self, init: Callable[..., None]) -> Callable[..., None]:
@@ -278,7 +279,8 @@ def _rehomed(value: Any) -> Any:
     if isinstance(value, (classmethod, staticmethod)):
         return type(value)(_rehomed(value.__func__))
     if isinstance(value, property):
-        return property(*map(_rehomed, (value.fget, value.fset, value.fdel)), value.__doc__)
+        getter, setter, deleter = map(_rehomed, (value.fget, value.fset, value.fdel))
+        return property(getter, setter, deleter, value.__doc__)
     if not isinstance(value, types.FunctionType) or "__class__" not in value.__code__.co_freevars:
         return value
     cells = list(value.__closure__ or ())

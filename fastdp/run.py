@@ -8,6 +8,7 @@ first one are cut from the traceback that is printed. Our own words go to stderr
 
 torch is imported before the script starts: what it reads from the environment at its import, such
 as OMP_NUM_THREADS, has to be set outside. No GPU is touched, so CUDA_VISIBLE_DEVICES need not.
+What the script forks is patched as it is; a Python that it spawns is plain.
 """
 
 from __future__ import annotations
@@ -157,12 +158,13 @@ class _Module(_Program):
             spec = _find(name)
         if spec is None or not hasattr(spec.loader, "get_code"):
             raise _CannotRun(f"No module named {name}", 1)
+        self._name = spec.name
         self.spec, self.loader, self.cached = spec, spec.loader, spec.cached
         self.package, self.origin = spec.parent, spec.origin or name
         sys.argv[0] = self.origin
 
     def code(self) -> types.CodeType:
-        code = self.loader.get_code(self.spec.name if self.spec is not None else None)
+        code: Optional[types.CodeType] = self.loader.get_code(self._name)
         if code is None:
             raise ImportError(f"No code object available for {self.origin}")
         return code
@@ -195,7 +197,7 @@ def _show_without_ours(error: BaseException) -> None:
 
 def _is_ours(frame: types.FrameType) -> bool:
     """Whether a frame stands below the script's first one."""
-    name = frame.f_globals.get("__name__", "")
+    name = str(frame.f_globals.get("__name__", ""))
     return name == __name__ or name.split(".")[0] == "importlib"
 
 

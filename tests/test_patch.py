@@ -20,6 +20,7 @@ from patch_cases import LIBRARY, Fast, check_is_fast, counted, home, patch_and_u
 from torch import nn
 
 import fastdp
+from fastdp.patch import _rehomed
 
 row = pytest.mark.row
 REFERENCES = {
@@ -180,6 +181,43 @@ def test_super_in_fastdps_class_reaches_beyond_torchs():
     for name, code in own_functions_that_call_super().items():
         assert not torch_has & set(code.co_names), name
     assert "__getattr__" in own_functions_that_call_super()
+
+
+def test_functions_move_with_all_they_have():
+    class Ours(nn.DataParallel):
+        def method(self, a, b=2, *, c=3):
+            """Text."""
+            return super().extra_repr(), a, b, c
+
+        @property
+        def both(self):
+            return super()._get_name()
+
+        @both.setter
+        def both(self, value):
+            super().__setattr__("training", value)
+
+        @classmethod
+        def of_class(cls):
+            return cls, super().__subclasshook__
+
+        @staticmethod
+        def plain(a):
+            return a
+
+    methods = {name: _rehomed(value) for name, value in vars(Ours).items() if name[0] != "_"}
+    moved = type("Moved", (nn.Module,), methods)
+    # As if it were torch's class: the cell of super() is filled with the class it lands in.
+    for value in (moved.method, moved.both.fget, moved.both.fset, moved.of_class.__func__):
+        assert value.__closure__[0].cell_contents is nn.DataParallel
+    wrapped = nn.DataParallel(nn.Identity())
+    assert moved.method(wrapped, 1) == ("", 1, 2, 3)
+    assert moved.method(wrapped, 1, 4, c=5) == ("", 1, 4, 5)
+    assert inspect.signature(moved.method) == inspect.signature(Ours.method)
+    assert moved.method.__doc__ == "Text." and moved.plain is Ours.plain and moved.plain(7) == 7
+    moved.both.fset(wrapped, False)
+    assert moved.both.fget(wrapped) == "DataParallel" and wrapped.training is False
+    assert moved.of_class.__func__(nn.DataParallel)[0] is nn.DataParallel
 
 
 @row("F2")

@@ -40,7 +40,7 @@ def test_undo_keeps_what_was_made_on_fastdp(fast):
 
 def places(handle):
     """What was replaced in this file."""
-    return [(p.name, p.line, p.count) for p in handle.replaced if p.file == __file__]
+    return [(p.name, p.line, p.times) for p in handle.replaced if p.file == __file__]
 
 
 def line():
@@ -170,7 +170,7 @@ def test_threads_patch_and_construct_at_once():
         thread.join()
     try:
         assert not errors and len({id(handle._surgery) for handle in handles}) == 1
-        assert [place.count for place in handles[0].replaced] == [threads * rounds]
+        assert [place.times for place in handles[0].replaced] == [threads * rounds]
     finally:
         handles[0].undo()
     assert not is_patched()
