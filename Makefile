@@ -3,6 +3,7 @@
 # make core-test  the C core alone, without Python
 # make gpu-test   the C tests that need a GPU; several where there are several
 # make gpu-check  most of them under compute-sanitizer: memcheck, initcheck and synccheck
+# make gpu-check-python  some of Python's under memcheck and synccheck, over the fastdp that is here
 # make clean      removes what the targets above made, .venv included
 #
 # PYTHON=python3.12 make ...  picks the interpreter. An active virtual environment that has a torch
@@ -14,7 +15,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test core-test python-test sanitizer-test cuda-test gpu-test gpu-check \
-        environment programs clean
+        gpu-check-python environment programs clean
 
 # Sets $$python, and what its builds need; written by `environment`.
 USE = source build/environment
@@ -108,6 +109,9 @@ gpu-test:
 
 gpu-check:
 	@$(GPU_MAKE) PYTHON="$(PYTHON)" check
+
+gpu-check-python:
+	@$(GPU_MAKE) PYTHON="$(PYTHON)" python-check
 
 clean:
 	rm -rf build .venv *.egg-info .pytest_cache .hypothesis fastdp/*.so

@@ -4,6 +4,7 @@
 #
 #   make -f gpu.mk test     all of them
 #   make -f gpu.mk check    all but NCCL's under compute-sanitizer: memcheck, initcheck, synccheck
+#   make -f gpu.mk python-check   Python's tests under memcheck and synccheck
 #   make -f gpu.mk refusals needs no GPU: an old driver, and where there is none, none
 #
 # NCCL's kernels wait for each other, which a sanitizer that runs kernels one by one never ends; what
@@ -75,5 +76,16 @@ refusals: $(BUILD)/cuda_refusals $(BUILD)/old/libcuda.so.1
 	@if [ -e /dev/nvidiactl ]; then echo "there is a driver: what is said without one is not tested"; \
 	else $(BUILD)/cuda_refusals none; fi
 
-.PHONY: all test check refusals
+# Python's tests of GPUs, with torch's kernels in them: torch reads memory that nobody wrote (in
+# padding, say), so without initcheck. PYTHON_TESTS names others; fastdp is built already.
+PYTHON_TESTS ?= tests/test_cuda_order.py tests/test_comm_cuda.py
+PYTHON_TOOLS ?= memcheck synccheck
+python-check:
+	@cd $(ROOT); failed=; for tool in $(PYTHON_TOOLS); do \
+	  echo "== $$tool $(PYTHON_TESTS)"; \
+	  $(SANITIZE) --target-processes all --tool $$tool $(PYTHON) -m pytest -q -x $(PYTHON_TESTS) \
+	    || failed="$$failed $$tool"; \
+	done; test -z "$$failed" || { echo "FAILED:$$failed"; exit 1; }; echo "No errors."
+
+.PHONY: all test check refusals python-check
 .SECONDARY:
