@@ -5,13 +5,18 @@ replicas are no GPUs; and `torch.nn.DataParallel`, which the Trainer calls with 
 the side's class, which puts its replicas on the side's devices. All else is the library's.
 """
 
+import warnings
+from functools import partial
 from unittest import mock
 
 import numpy
 import pytest
 import torch
 from nets import same
-from sides import BOUND, check, weights
+from sides import BOUND, Side, check, fastdps, near, weights
+
+import fastdp
+from fastdp import placement, wrapper
 
 PIXELS = 16  # of 4 x 4: brightness as a number of 0..8 is the vocabulary
 CLASSES = 10
@@ -148,17 +153,56 @@ def take_elsewhere(run, trainer):
     same(weights(loaded), weights(trainer.model))
 
 
-@pytest.mark.parametrize("make", [classifier, language_model])
-def test_trainer(fast, library, digits, make, tmp_path):
-    transformers = library("transformers")
-    library("accelerate")
+def run_wrapped(run):
+    if run.side.parent is None:
+        return train(run)
+    with mock.patch.object(torch.nn, "DataParallel", run.side.DataParallel):
+        return train(run)
 
+
+@pytest.fixture
+def transformers(library):
+    library("accelerate")
+    return library("transformers")
+
+
+@pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0")
+@pytest.mark.filterwarnings("ignore::fastdp.DataParallelWarning")  # see test_nothing_is_warned_of
+@pytest.mark.parametrize("make", [classifier, language_model])
+def test_trainer(fast, transformers, digits, make, tmp_path):
     def program(side):
-        run = Run(transformers, side, digits, make, tmp_path / side.name)
-        if side.parent is None:
-            return train(run)
-        with mock.patch.object(torch.nn, "DataParallel", side.DataParallel):
-            return train(run)
+        return run_wrapped(Run(transformers, side, digits, make, tmp_path / side.name))
 
     # Within 1e-5 for the language model, whose loss the library computes in single precision.
     check(program, fast, bound=1e-5 if make is language_model else BOUND)
+
+
+@pytest.mark.filterwarnings("ignore::fastdp.DataParallelWarning")
+def test_trainer_under_patch(fast, transformers, digits, tmp_path):
+    """`fastdp.patch()` alone: the Trainer's own line makes the wrapper. Only what GPUs there are is
+    told otherwise, since there may be none."""
+    found = placement.choose_devices
+    side = fastdps(fast, 2)
+    devices = lambda ids: found(side.ids if ids is None else ids)
+    want = run_wrapped(Run(transformers, side, digits, language_model, tmp_path / "wanted"))
+    side.name = "patched"
+    with fastdp.patch() as handle, mock.patch.object(wrapper, "choose_devices", devices):
+        run = Run(transformers, side, digits, language_model, tmp_path / side.name)
+        got = train(run)
+    (same if fast.home.type == "cpu" else partial(near, bound=1e-5))(got, want)
+    (place,) = handle.replaced
+    assert place.file.endswith("trainer.py") and place.replicas == 2
+
+
+@pytest.mark.xfail(
+    raises=fastdp.DataParallelWarning,
+    strict=True,
+    reason="num_items_in_batch, one row for each replica as a (replicas, 1) tensor, is warned of",
+)
+@pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0")
+def test_nothing_is_warned_of(transformers, digits, tmp_path):
+    side = Side("quiet", torch.device("cpu"), fastdp.DataParallel, ["cpu", "cpu"])
+    run = Run(transformers, side, digits, language_model, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fastdp.DataParallelWarning)
+        run_wrapped(run)
