@@ -13,6 +13,7 @@ from .losses import sum_losses
 from .marks import Replicated
 from .patch import patch
 from .replicas import replicate
+from .signatures import EngineError
 from .surprises import DataParallelWarning
 from .trees import gather, scatter, scatter_kwargs
 from .wrapper import DataParallel
@@ -20,6 +21,7 @@ from .wrapper import DataParallel
 __all__ = [
     "DataParallel",
     "DataParallelWarning",
+    "EngineError",
     "Replicated",
     "build_info",
     "comm",

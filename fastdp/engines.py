@@ -20,12 +20,10 @@ import torch
 from . import _C, _torch_compat, captures, signatures
 from .plans import Source
 from .recordings import Recording
-from .signatures import NotRecordable
+from .signatures import EngineError, NotRecordable
 from .watch import Watch, global_state
 
 _log = logging.getLogger("fastdp")
-
-ENGINES = ("eager", "auto", "graph")
 
 # Eager steps that are watched before a signature is recorded.
 _WATCHED = {"auto": 3, "graph": 2}
@@ -36,10 +34,6 @@ _MAX_SIGNATURES = 64
 MAX_RECORDINGS = 4
 # How often a module may change under its recording before that signature stays eager.
 _MAX_RESTARTS = 3
-
-
-class EngineError(RuntimeError):
-    """engine="graph" was asked for, and this forward cannot be recorded. The message says why."""
 
 
 class _Trial:

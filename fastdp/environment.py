@@ -9,6 +9,7 @@ from typing import Optional
 UNUSED_GRADS = ("zero", "none")
 OVERLAPS = ("auto", "always", "never")
 TRANSPORTS = ("auto", "local", "peer", "nccl", "host")
+ENGINES = ("eager", "auto", "graph")
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 
@@ -37,6 +38,16 @@ def overlap() -> str:
     value = os.environ.get("FASTDP_OVERLAP") or "auto"
     if value not in OVERLAPS:
         raise ValueError(f"FASTDP_OVERLAP is {value!r}: it must be one of {', '.join(OVERLAPS)}")
+    return value
+
+
+def engine(option: Optional[str]) -> str:
+    """The keyword `engine`, else FASTDP_ENGINE, else "eager"."""
+    name, value = "engine", option
+    if value is None:
+        name, value = "FASTDP_ENGINE", os.environ.get("FASTDP_ENGINE") or "eager"
+    if value not in ENGINES:
+        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(ENGINES)}")
     return value
 
 

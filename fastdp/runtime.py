@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, Callable, List, Sequence, Tuple
+from contextlib import nullcontext
+from typing import Any, Callable, ContextManager, List, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from .workers import Teams
 
 # Two threads at a wrapper's first forward share one runtime.
 MAKING = threading.RLock()
+
+_NOTHING: ContextManager[Any] = nullcontext()
 
 # Leases of forwards that were written by hand and never gathered; older ones are given back.
 _MAX_OPEN_LEASES = 8
@@ -35,6 +38,24 @@ class Runtime:
         self.surprises = Surprises()
         self._module = weakref.ref(module)
         self._open = threading.local()
+        self._engine: Any = None
+        self.recorder: Any = None  # tests: what records in place of CUDA
+
+    def engine_of(self, kind: str) -> Any:
+        """The engine "auto" or "graph" of this wrapper, made when it is first asked for."""
+        from .engines import Engine
+
+        if self._engine is None or self._engine.kind != kind:
+            self._engine = Engine(kind, self.replicator, self.recorder)
+        return self._engine
+
+    def reports(self) -> Any:
+        """(signatures, reasons) of the engine, as `Engine` gives them."""
+        return ([], []) if self._engine is None else (self._engine.report(), self._engine.reasons())
+
+    def watching(self, replicas: Sequence[nn.Module]) -> ContextManager[Any]:
+        """Around the replicas' forward: the engine may watch it."""
+        return _NOTHING if self._engine is None else self._engine.watching(replicas)
 
     def serves(self, module: nn.Module, devices: Sequence[torch.device], options: Any) -> bool:
         return (

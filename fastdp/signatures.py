@@ -28,6 +28,10 @@ class NotRecordable(Exception):
     "."""
 
 
+class EngineError(RuntimeError):
+    """engine="graph" was asked for, and this forward cannot be recorded. The message says why."""
+
+
 def of_arguments(
     rows: Sequence[Any], named: Sequence[Any], devices: Sequence[torch.device]
 ) -> Tuple[Hashable, List[List[torch.Tensor]]]:

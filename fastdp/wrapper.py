@@ -17,9 +17,11 @@ from .cuts import PLAIN, Rules, scatter_arguments
 from .devices import parse_device, parse_devices
 from .losses import anchored, weigh
 from .marks import unmarked
+from .engine_choice import find_obstacle, warm_up
 from .placement import check_one_device, choose_devices, public_device, tensors_of
 from .plans import check_home
 from .replicas import replicate
+from .report import Report, make_report
 from .runtime import MAKING, Runtime
 from .surprises import Surprises
 from .trees import gather_tree
@@ -64,6 +66,12 @@ class DataParallel(nn.DataParallel):
         transport: what carries parameters and gradients between devices: "auto", "local", "peer",
             "nccl" or "host". Default: FASTDP_TRANSPORT, else "auto".
 
+        engine: "eager" runs the model's Python at every step. "auto" records a step that comes back
+            (CUDA graphs) and replays it if that is faster; what cannot be recorded stays eager, for
+            a reason that `report` and the log name. "graph" insists on recording and raises where
+            it cannot. See docs/engines.md for what a recording freezes. Default: FASTDP_ENGINE,
+            else "eager".
+
     An argument in `Replicated(...)` goes whole to every replica. `call` runs another method than
     forward. What may be a mistake is a `DataParallelWarning`, once for each place.
 
@@ -73,6 +81,7 @@ class DataParallel(nn.DataParallel):
     Raises:
         ValueError: unknown devices or options, a module that spans devices.
         RuntimeError: at a forward, when parameters or buffers are not on device_ids[0].
+        EngineError: at a forward, when engine is "graph" and it cannot be recorded.
 
     An error in a replica is raised after all have finished, with its own type, the replica and its
     device in the text, and the original as `__cause__`; the wrapper stays usable.
@@ -95,6 +104,7 @@ class DataParallel(nn.DataParallel):
         unused_grad: Optional[str] = None,
         bucket_bytes: Optional[int] = None,
         transport: Optional[str] = None,
+        engine: Optional[str] = None,
     ) -> None:
         # Not nn.DataParallel.__init__: without a GPU it knows no device at all.
         nn.Module.__init__(self)
@@ -104,6 +114,7 @@ class DataParallel(nn.DataParallel):
         self.unused_grad = environment.unused_grad(unused_grad)
         self.bucket_bytes = environment.bucket_bytes(bucket_bytes)
         self.transport = environment.transport(transport)
+        self.engine = environment.engine(engine)
         devices = choose_devices(device_ids)
         self.chunk_sizes = options.chunk_sizes(chunk_sizes, len(devices))
         self.split_lists = options.flag("split_lists", split_lists)
@@ -154,6 +165,25 @@ class DataParallel(nn.DataParallel):
             raise TypeError(f"method is {method!r}, an attribute of {kind} that cannot be called")
         return self._called(method, inputs, kwargs)
 
+    def warmup(self, *inputs: Any, **kwargs: Any) -> None:
+        """Prepares for forwards like this one, whose outputs are dropped: libraries make their
+        handles, and with engine "auto" or "graph" the step is recorded now instead of some steps
+        into the run. Buffers and random numbers are left as they were.
+
+        Args:
+            inputs, kwargs: example arguments, of the shapes, dtypes and devices to come. Grad mode,
+                autocast and train or eval are as they are at the call.
+
+        Raises:
+            What a forward raises.
+        """
+        warm_up(self, inputs, kwargs)
+
+    def report(self) -> Report:
+        """What ran so far and why: engine, transport, and for each kind of forward the steps by
+        each engine and what stood against recording it. A dictionary that prints as text."""
+        return make_report(self)
+
     def _called(
         self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]
     ) -> Any:
@@ -180,8 +210,26 @@ class DataParallel(nn.DataParallel):
                 rows, named = ((),), ({},)
             if len(self.device_ids) == 1:
                 check_home(tensors_of(self.module), self.src_device_obj)
-                return self._direct(method, rows[0], named[0])
-            return self._runtime().forward(lambda: self._gathered(rows, named, method))
+                if self.engine == "eager":
+                    return self._direct(method, rows[0], named[0])
+                return self._by_engine(rows, named, method, lambda: self._alone(rows, named, method))
+            runtime = self._runtime()
+
+            def eager() -> Any:
+                return runtime.forward(lambda: self._gathered(rows, named, method))
+
+            return eager() if self.engine == "eager" else self._by_engine(rows, named, method, eager)
+
+    def _by_engine(
+        self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str], eager: Any
+    ) -> Any:
+        engine = self._runtime().engine_of(environment.engine(self.engine))
+        obstacle = find_obstacle(self, method)
+        return engine.forward(self.module, rows, named, self.dim, obstacle, eager)
+
+    def _alone(self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str]) -> Any:
+        with self._runtime().watching([self.module]):
+            return self._direct(method, rows[0], named[0])
 
     def _direct(self, method: Optional[str], inputs: Any, kwargs: Any) -> Any:
         """By the module itself, as the only replica."""
@@ -201,8 +249,9 @@ class DataParallel(nn.DataParallel):
         """In a frame of its own: none but user code holds a replica once it returns."""
         replicas = self.replicate(self.module, self.device_ids[: len(rows)])
         if method is not None:
-            replicas = list(map(attrgetter(method), replicas))
-        return self.parallel_apply(replicas, rows, named)
+            return self.parallel_apply(list(map(attrgetter(method), replicas)), rows, named)
+        with self._runtime().watching(replicas):
+            return self.parallel_apply(replicas, rows, named)
 
     def _joined(self, outputs: List[Any], rows: Sequence[Any], named: Sequence[Any]) -> Any:
         if options.loss_weighting(self.loss_weighting) is not None:

@@ -1,0 +1,49 @@
+"""What in a wrapper stands against recorded steps, and its warm-up."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+
+from .devices import parse_device
+from .streams import distinct
+
+# Forwards of a warm-up: those that an engine watches, and the one that it records.
+_WARM_UPS = 4
+
+_STEPS = ("replicate", "parallel_apply", "gather")
+
+
+def find_obstacle(wrapper: Any, method: Optional[str]) -> str:
+    """Why the forwards of this wrapper cannot be recorded, or ""."""
+    if method is not None:
+        return f"call() runs {method!r} instead of forward"
+    if not wrapper.gather_outputs or wrapper.loss_weighting is not None:
+        return "gather_outputs=False and loss_weighting change what is done with the outputs"
+    from .wrapper import DataParallel
+
+    for name in _STEPS:
+        own = getattr(type(wrapper), name) is not getattr(DataParallel, name)
+        if own or name in wrapper.__dict__:
+            return f"{type(wrapper).__name__} has its own {name}()"
+    if parse_device(wrapper.output_device, "output_device") != wrapper.src_device_obj:
+        return "output_device is not device_ids[0]"
+    return ""
+
+
+def warm_up(wrapper: Any, inputs: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+    buffers = list(wrapper.module.buffers())
+    kept = [buffer.detach().clone() for buffer in buffers]
+    devices = [device.index for device in distinct([b.device for b in buffers])]
+    if wrapper.device_ids:
+        used = [parse_device(device, "device_ids") for device in wrapper.device_ids]
+        devices = [device.index for device in distinct(used)]
+    with torch.random.fork_rng(devices):
+        try:
+            for _ in range(_WARM_UPS):
+                wrapper(*inputs, **kwargs)
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, kept):
+                    buffer.copy_(value)

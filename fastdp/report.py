@@ -1,0 +1,47 @@
+"""What a wrapper did so far, and why, as a dictionary that prints as text."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List
+
+from .buckets import find_transport
+from .devices import parse_devices
+
+
+class Report(Dict[str, Any]):
+    """Keys: `devices` (one str per replica), `engine` (as asked for), `transport` (name and reason,
+    None with fewer than two replicas), `forwards` (one dictionary per kind of forward: `engine` now
+    in use, `steps` by each engine, `reason` against recording, `graph_ms` and `eager_ms` if they
+    were timed), `reasons` (each reason against recording, once)."""
+
+    def __str__(self) -> str:
+        lines = [f"devices    {', '.join(self['devices']) or 'none: the module is called directly'}"]
+        lines.append(f"engine     {self['engine']}")
+        if self["transport"]:
+            name, reason = self["transport"]
+            lines.append(f"transport  {name}: {reason}" if reason else f"transport  {name}")
+        for number, forward in enumerate(self["forwards"]):
+            steps = ", ".join(f"{count} {name}" for name, count in forward["steps"].items())
+            lines.append(f"forward {number}  {forward['engine']} (steps: {steps})")
+            if "graph_ms" in forward:
+                graph, eager = forward["graph_ms"], forward["eager_ms"]
+                lines.append(f"           graph {graph:.2f} ms, eager {eager:.2f} ms per step")
+            if "reason" in forward:
+                lines.append(f"           {forward['reason']}")
+        shown = [forward.get("reason") for forward in self["forwards"]]
+        lines.extend(f"not recorded: {r}" for r in self["reasons"] if r not in shown)
+        return "\n".join(lines)
+
+
+def make_report(wrapper: Any) -> Report:
+    ids = wrapper.device_ids
+    devices: List[Any] = list(parse_devices(ids, "device_ids")) if ids else []
+    runtime = wrapper.__dict__.get("_fastdp_runtime")
+    forwards, reasons = ([], []) if runtime is None else runtime.reports()
+    return Report(
+        devices=[str(device) for device in devices],
+        engine=wrapper.engine,
+        transport=find_transport(devices, wrapper.transport) if len(devices) > 1 else None,
+        forwards=forwards,
+        reasons=reasons,
+    )
