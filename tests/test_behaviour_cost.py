@@ -70,9 +70,7 @@ def test_many_tiny_parameters_travel_in_one_copy(fast):
     before = _C.counters()
     dp(x).sum().backward()
     after = _C.counters()
-    grown = {
-        verb: after[verb]["calls"] - before.get(verb, {"calls": 0})["calls"] for verb in after
-    }
+    grown = {verb: after[verb]["calls"] - before.get(verb, {"calls": 0})["calls"] for verb in after}
     assert grown["bucket_broadcast"] == grown["bucket_reduce"] == 1, grown
 
 

@@ -1,7 +1,7 @@
 """BEHAVIOUR I and H where a process of its own is needed: Ctrl-C, exit, fork, DataLoader workers.
 
 Each script runs with one OpenMP thread: after a fork a second one would hang in libgomp, wrapper
-or not.
+or not. A forked child has no CUDA, so the tests of children of our own are for host replicas.
 """
 
 import os
@@ -23,32 +23,41 @@ import torch
 from torch import nn
 import fastdp
 torch.set_num_threads(1)
+IDS = [0, 0] if os.environ.get("TEST_DEVICE") == "cuda" else ["cpu"] * 2
+HOME = torch.device("cuda:0" if IDS[0] == 0 else "cpu")
 
 class Timed(nn.Module):
     def __init__(self, naps=None):
         super().__init__()
         self.lin = nn.Linear(2, 2)
+        self.lin.weight.data.copy_(torch.tensor([[1.0, 2], [3, 4]]))  # exact in any order
+        self.lin.bias.data.fill_(1)
         self.naps = naps or {}
 
     def forward(self, x):
         time.sleep(self.naps.get(int(x[0, 0]), 0))
         return self.lin(x)
 
-x = torch.tensor([[0.0, 1], [1.0, 1]])
+x = torch.tensor([[0.0, 1], [1.0, 1]]).to(HOME)
 
 def wrap(naps=None):
-    return fastdp.DataParallel(Timed(naps), device_ids=["cpu"] * 2)
+    return fastdp.DataParallel(Timed(naps).to(HOME), device_ids=IDS)
 """
 
 
-def start(script):
+def start(script, device="cpu"):
     code = PRELUDE + textwrap.dedent(script)
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TEST_DEVICE": device,
+        },
     )
 
 
@@ -63,16 +72,22 @@ def finish(process, seconds):
     return process.returncode, out, err
 
 
-def check(script, seconds=40):
-    code, out, err = finish(start(script), seconds)
+def check(script, device="cpu", seconds=60):
+    code, out, err = finish(start(script, device), seconds)
     assert code == 0, f"{out}\n{err}"
     return out
 
 
+@pytest.fixture
+def device(devices):
+    """The host, and a GPU where that can run."""
+    return "cuda" if devices(1) == [0] else "cpu"
+
+
 @row("I3")
 @pytest.mark.parametrize("naps", ["{0: 60}", "{1: 60}", "{0: 60, 1: 60}"])
-def test_sigint_during_forward_ends_the_process(naps):
-    process = start(f"dp = wrap({naps}); print('ready'); dp(x)")
+def test_sigint_during_forward_ends_the_process(device, naps):
+    process = start(f"dp = wrap({naps}); print('ready'); dp(x)", device)
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.5)
     begin = time.monotonic()
@@ -83,7 +98,7 @@ def test_sigint_during_forward_ends_the_process(naps):
 
 
 @row("I3")
-def test_the_wrapper_is_usable_after_an_interrupt():
+def test_the_wrapper_is_usable_after_an_interrupt(device):
     """As in a notebook: the interrupted call's straggler must not answer the next call."""
     check(
         """
@@ -103,28 +118,30 @@ def test_the_wrapper_is_usable_after_an_interrupt():
             assert torch.equal(dp(y), dp.module(y))
         time.sleep(1.5)
         assert torch.equal(dp(x), dp.module(x))
-        """
+        """,
+        device,
     )
 
 
 @row("I3", why="Ctrl-C: no stuck worker threads at exit")
 @pytest.mark.parametrize("last", ["", "out = dp(x).sum()", "sys.exit(0)", "del dp"])
-def test_a_process_with_idle_workers_ends(last):
+def test_a_process_with_idle_workers_ends(device, last):
     begin = time.monotonic()
     script = f"dp = wrap(); dp(x).sum().backward(); print(time.monotonic()); {last}"
-    out = check(script, seconds=30)
+    out = check(script, device)
     assert time.monotonic() - float(out) < 5 and begin < float(out)
 
 
 @row("I3", why="Ctrl-C: no stuck worker threads at exit")
-def test_a_process_ends_while_a_thread_is_inside_a_forward():
+def test_a_process_ends_while_a_thread_is_inside_a_forward(device):
     out = check(
         """
         dp = wrap({0: 60, 1: 60})
         threading.Thread(target=lambda: dp(x), daemon=True).start()
         time.sleep(0.3)
         print(time.monotonic())
-        """
+        """,
+        device,
     )
     assert time.monotonic() - float(out) < 5
 
@@ -175,7 +192,7 @@ def test_fork_while_another_thread_replicates():
                     entered.set()
                     gate.wait(30)
                 return super()._replicate_for_data_parallel()
-        dp = fastdp.DataParallel(Slow(2, 2), device_ids=["cpu"] * 2)
+        dp = fastdp.DataParallel(Slow(2, 2), device_ids=IDS)
         want = dp.module(x).detach()
         thread = threading.Thread(target=lambda: dp(x))
         thread.start()
@@ -199,7 +216,7 @@ def test_fork_while_another_thread_replicates():
 
 
 @row("H7")
-def test_data_loader_workers_between_steps():
+def test_data_loader_workers_between_steps(device):
     check(
         """
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -216,36 +233,39 @@ def test_data_loader_workers_between_steps():
                 dp(batch).sum().backward()
                 seen += len(batch)
             assert seen == 12
-        plain = Timed()
+        plain = Timed().to(HOME)
         plain.load_state_dict(dp.module.state_dict())
         plain(x).sum().backward()
         for _ in range(2):
-            plain(torch.arange(12.0)[:, None].expand(12, 2)).sum().backward()
+            plain(torch.arange(12.0)[:, None].expand(12, 2).to(HOME)).sum().backward()
         for p, q in zip(dp.module.parameters(), plain.parameters()):
             torch.testing.assert_close(p.grad, q.grad)
-        """
+        """,
+        device,
     )
 
 
 @row("F4", why="pickle of the wrapper: spawned processes")
-def test_wrapper_travels_to_another_process(tmp_path):
+def test_wrapper_travels_to_another_process(device, tmp_path):
     check(
         f"""
-        dp = fastdp.DataParallel(nn.Linear(2, 2), device_ids=["cpu"] * 2)
+        dp = fastdp.DataParallel(nn.Linear(2, 2).to(HOME), device_ids=IDS)
         dp(x).sum().backward()
         torch.save((dp, dp(x).detach()), {str(tmp_path / "dp.pt")!r})
-        """
+        """,
+        device,
     )
     check(
         f"""
         dp, want = torch.load({str(tmp_path / "dp.pt")!r}, weights_only=False)
         assert torch.equal(dp(x), want)
-        """
+        """,
+        device,
     )
 
 
 @row("J5", why="script without a main guard, no output of ours")
-def test_a_training_script_prints_nothing_of_ours():
+def test_a_training_script_prints_nothing_of_ours(device):
     process = start(
         """
         warnings.simplefilter("error")
@@ -254,9 +274,10 @@ def test_a_training_script_prints_nothing_of_ours():
         for _ in range(3):
             opt.zero_grad(); dp(x).sum().backward(); opt.step()
         print("end")
-        """
+        """,
+        device,
     )
-    assert finish(process, 40) == (0, "end\n", "")
+    assert finish(process, 60) == (0, "end\n", "")
 
 
 @row("G2", why="import: no thread, no device, no NumPy needed")

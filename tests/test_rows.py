@@ -79,7 +79,9 @@ def reasons_to_skip(path):
                 yield str(given[0].value)
 
 
-@pytest.mark.parametrize("path", sorted(rows.HERE.glob("test_behaviour_*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", sorted(rows.HERE.glob("test_behaviour_*.py")), ids=lambda p: p.name
+)
 def test_behaviour_tests_are_skipped_for_want_of_devices_only(path):
     """Reasons made at run time are looked at when the test is skipped (conftest.py)."""
     assert [why for why in reasons_to_skip(path) if not MAY_SKIP.match(why)] == []
@@ -114,9 +116,11 @@ def test_a_skip_for_another_reason_is_a_failure(tmp_path):
         check=False,
         cwd=tmp_path,
     )
-    refused = re.findall(r"^the test of a row may not be skipped because: (.+)$", done.stdout, re.M)
+    refused = re.findall(
+        r"^the test of a row may not be skipped because: (.+)$", done.stdout, re.MULTILINE
+    )
     assert sorted(refused) == ["Skipped", "needs a rest", "not today", "too slow"], done.stdout
-    kept = re.findall(r"^SKIPPED \[1\] \S+: (.+)$", done.stdout, re.M)
+    kept = re.findall(r"^SKIPPED \[1\] \S+: (.+)$", done.stdout, re.MULTILINE)
     assert sorted(kept) == ["needs 2 GPUs", "needs torch 2.9", "too slow"]
     assert done.returncode == 1
 
