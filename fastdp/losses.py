@@ -84,6 +84,8 @@ def _checked_weights(weights: Any, count: int) -> Tuple[float, ...]:
 def weigh(outputs: List[Any], rows: Sequence[Any], named: Sequence[Any], dim: int) -> List[Any]:
     """The replicas' outputs with each 0-dim floating point tensor weighted by its replica's share
     of the samples, so that the mean over replicas is that over samples."""
+    if len(outputs) == 1:
+        return outputs
     sizes = rows.sizes if isinstance(rows, Rows) else _sizes_found(rows, named, dim)
     total, count = sum(sizes), len(outputs)
     if len(sizes) != count or total == 0:

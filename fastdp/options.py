@@ -61,11 +61,11 @@ def sizes_for(value: Any, batch: int, replicas: int) -> List[int]:
         raise ValueError(
             f"{name} is {result!r}: it must have at most {replicas} entries that add up to {batch}"
         )
-    return sizes
+    return _without_end(sizes)
 
 
 def _checked(value: Any, name: str) -> List[int]:
-    """As ints, without zeros at the end."""
+    """As ints, at least 1 but for zeros at the end."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(
             f"{name} is {value!r}: it must be a list of sizes"
