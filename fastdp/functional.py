@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any, Dict, Optional, Sequence
 
-import torch
 from torch import nn
 
 from . import environment
@@ -60,7 +59,9 @@ def data_parallel(
         runtime = _runtimes.get(module)
         if runtime is None or not runtime.serves(module, devices, options):
             runtime = _runtimes[module] = Runtime(module, devices, options, weak=True)
-    rows, named = scatter_arguments(inputs, module_kwargs, devices, dim, surprises=runtime.surprises)
+    rows, named = scatter_arguments(
+        inputs, module_kwargs, devices, dim, surprises=runtime.surprises
+    )
     if not rows and not named:
         rows, named = ((),), ({},)
 

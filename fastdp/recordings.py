@@ -57,7 +57,8 @@ class Recording:
         self._arrivals = {d: recorder.events(apart) for d in dict.fromkeys(source.devices)}
         for tape in self._tapes:
             tape.ready = recorder.events(apart)
-        self._flats = [tuple(tape.flats[k] for tape in self._tapes[1:]) for k in range(len(buckets))]
+        others = self._tapes[1:]
+        self._flats = [tuple(tape.flats[k] for tape in others) for k in range(len(buckets))]
         self._complex = any(bucket.dtype.is_complex for bucket in buckets)
         # Buckets that get gradients, in the order in which a backward completes them.
         packs = [k for k, packed in enumerate(self._tapes[0].packed) if packed is not None]

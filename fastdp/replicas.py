@@ -111,9 +111,8 @@ class Replicator:
             if plan.alone:
                 raise NotRecordable("it has sparse parameters or buffers")
             devices, held = self.devices[:ranks], self._while_same(self._tree)
-            communication = self._communication
             return Source(
-                root, self._tree, plan, tensors, devices, communication, held, grad, dim
+                root, self._tree, plan, tensors, devices, plan.communication, held, grad, dim
             )
 
         return self._held(root, True, collect)

@@ -15,8 +15,8 @@ class Report(Dict[str, Any]):
     were timed), `reasons` (each reason against recording, once)."""
 
     def __str__(self) -> str:
-        lines = [f"devices    {', '.join(self['devices']) or 'none: the module is called directly'}"]
-        lines.append(f"engine     {self['engine']}")
+        devices = ", ".join(self["devices"]) or "none: the module is called directly"
+        lines = [f"devices    {devices}", f"engine     {self['engine']}"]
         if self["transport"]:
             name, reason = self["transport"]
             lines.append(f"transport  {name}: {reason}" if reason else f"transport  {name}")

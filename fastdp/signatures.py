@@ -61,7 +61,9 @@ def _walk(tree: Any, found: List[torch.Tensor], path: str, device: torch.device)
         # 1 == 1.0 == True, and nan != nan: the type and the written form tell them apart.
         return kind, repr(tree) if kind in (float, complex) else tree
     if isinstance(tree, (tuple, list)):
-        return kind, tuple(_walk(item, found, f"{path}[{i}]", device) for i, item in enumerate(tree))
+        return kind, tuple(
+            _walk(item, found, f"{path}[{i}]", device) for i, item in enumerate(tree)
+        )
     if isinstance(tree, dict):
         return kind, tuple(
             (_key_of(name, path), _walk(value, found, f"{path}[{name!r}]", device))

@@ -212,13 +212,15 @@ class DataParallel(nn.DataParallel):
                 check_home(tensors_of(self.module), self.src_device_obj)
                 if self.engine == "eager":
                     return self._direct(method, rows[0], named[0])
-                return self._by_engine(rows, named, method, lambda: self._alone(rows, named, method))
-            runtime = self._runtime()
 
             def eager() -> Any:
-                return runtime.forward(lambda: self._gathered(rows, named, method))
+                if len(self.device_ids) == 1:
+                    return self._alone(rows, named, method)
+                return self._runtime().forward(lambda: self._gathered(rows, named, method))
 
-            return eager() if self.engine == "eager" else self._by_engine(rows, named, method, eager)
+            if self.engine == "eager":
+                return eager()
+            return self._by_engine(rows, named, method, eager)
 
     def _by_engine(
         self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str], eager: Any
