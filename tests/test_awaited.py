@@ -107,7 +107,7 @@ def test_names_and_writes_do_not_wait(awaited, streams, way):
 
 def test_results_are_those_of_a_dictionary(awaited):
     plain = {"a": "A", "b": "B"}
-    assert awaited == plain and plain == awaited and not awaited != plain
+    assert awaited == plain and plain == awaited and not (awaited != plain)
     assert awaited != {"a": "A"} and awaited != 1
     assert isinstance(awaited, dict) and len(awaited) == 2 and "b" in awaited and "x" not in awaited
     assert awaited["a"] == awaited.get("a") == awaited.setdefault("a", 1) == "A"
