@@ -205,18 +205,18 @@ class Cube(torch.autograd.Function):
     def forward(ctx, x, owner):
         ctx.save_for_backward(x)
         ctx.owner = owner
-        owner.forwards.append(threading_safe(x))
+        owner.forwards.append(chunk_of(x))
         return x**3
 
     @staticmethod
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
         ctx.owner.last = gradient
-        ctx.owner.backwards.append(threading_safe(x))
+        ctx.owner.backwards.append(chunk_of(x))
         return 3 * x**2 * gradient, None
 
 
-def threading_safe(x):
+def chunk_of(x):
     """A number that says which chunk."""
     return int(x.detach().sum().item())
 
