@@ -371,7 +371,7 @@ def marks_of(path):
 
 
 def files():
-    return sorted(HERE.glob("test_*.py"))
+    return sorted([*HERE.glob("test_*.py"), *HERE.glob("programs/test_*.py")])
 
 
 def tests_by_row(paths=None):
