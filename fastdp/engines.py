@@ -17,11 +17,11 @@ from typing import Any, Callable, ContextManager, Dict, Hashable, List, Optional
 
 import torch
 
-from . import _C, _torch_compat, captures, signatures
+from . import _torch_compat, captures, signatures
 from .plans import Source
 from .recordings import Recording
 from .signatures import EngineError, NotRecordable
-from .watch import Watch, global_state
+from .watch import Watch, global_state, snapshot_of
 
 _log = logging.getLogger("fastdp")
 
@@ -267,7 +267,7 @@ class Engine:
     def _run_watched(self, entry: _Entry, root: Any, eager: Callable[[], Any]) -> Any:
         entry.steps["eager"] += 1
         if entry.snapshot is None:
-            entry.snapshot = _C.Snapshot(tuple(root.modules()))
+            entry.snapshot = snapshot_of((root,))
         changed = entry.snapshot.differs()
         if changed is not None:
             entry.forget()

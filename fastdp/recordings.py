@@ -34,9 +34,6 @@ from .tapes import Column, Tape
 
 Tensors = Tuple[torch.Tensor, ...]
 
-# Runs before a capture: libraries make their handles and choose their kernels in the first.
-_WARM_UPS = 2
-
 
 class Recording:
     """Made by `record`; `run` is a step. One forward at a time: `busy` while its backward is still
@@ -93,8 +90,8 @@ class Recording:
         self._send(source.tensors)
         try:
             with recorder.aside():
-                for _ in range(_WARM_UPS):
-                    self._attempt(source, rows, named, _at_once, recorder)
+                self._attempt(source, rows, named, _noting_reads, recorder)
+                self._attempt(source, rows, named, _at_once, recorder)
                 with recorder.rehearsal():
                     self._attempt(source, rows, named, recorder.record, recorder)
                 self._attempt(source, rows, named, recorder.record, recorder, True)
@@ -303,9 +300,16 @@ def _versions(tensors: Tensors) -> Tuple[int, ...]:
 
 
 def _at_once(device: torch.device, pool: Any, act: Any) -> None:
-    """As a recorder's `record`: a warm-up."""
+    """As a recorder's `record`: a warm-up, since libraries make their handles and choose their
+    kernels when they are first used."""
     with _torch_compat.on_device(device):
         act()
+
+
+def _noting_reads(device: torch.device, pool: Any, act: Any) -> None:
+    """The first warm-up."""
+    tape = getattr(act, "__self__", None)  # a forward; a backward reads what its forward did
+    _at_once(device, pool, act if tape is None else tape.forward_noting_reads)
 
 
 def _map_output(output: Any, take: Any, path: str) -> Any:

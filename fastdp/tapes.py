@@ -10,6 +10,7 @@ from . import signatures
 from .buckets import Bucket
 from .graph_step import behind_boundary
 from .plans import Source
+from .reads import Reads
 from .signatures import NotRecordable
 
 Tensors = Tuple[torch.Tensor, ...]
@@ -66,6 +67,7 @@ class Tape:
         self.anchors: List[torch.Tensor] = []
         self.output: Any = None
         self.leaf_gradients: Tuple[Optional[torch.Tensor], ...] = ()
+        self.held: List[torch.Tensor] = []
 
     def begin(self, source: Source, row: Any, named: Any) -> Tuple[Tensors, Tensors]:
         """(parameters, buffers) of the replica, in the order of the source; new for every attempt,
@@ -112,6 +114,13 @@ class Tape:
     def forward(self) -> None:
         row, named = self.arguments
         self.output = self.module(*row, **named)
+
+    def forward_noting_reads(self) -> None:
+        """As `forward`, for a warm-up: what it reads of others is kept alive from now on."""
+        known = [*self.inputs, *self.module.parameters(), *self.module.buffers()]
+        with Reads(self.device, known) as reads:
+            self.forward()
+        self.held = reads.held
 
     def backward(self, columns: Sequence[Column]) -> None:
         wanted = [column for column in columns if column.differentiable]

@@ -1,0 +1,61 @@
+"""What a forward reads that it neither was given nor made: tensors in globals, closures and plain
+attributes. A recording bakes in their addresses, so it has to hold them; a value on the host would
+be baked in itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Set
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .cuts import find_tensors
+from .signatures import NotRecordable
+
+
+class Reads(TorchDispatchMode):
+    """Around a replica's forward on `device`, which is given `known` tensors. Afterwards `held` are
+    the tensors of others that it read.
+
+    Raises:
+        NotRecordable: in the forward, where it reads a tensor on another device, or on the host.
+    """
+
+    def __init__(self, device: torch.device, known: List[torch.Tensor]) -> None:
+        super().__init__()
+        self._device = device
+        self._made: Set[int] = {_memory(tensor) for tensor in known}
+        self._held: Dict[int, torch.Tensor] = {}
+
+    @property
+    def held(self) -> List[torch.Tensor]:
+        return list(self._held.values())
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        fresh = function is torch.ops.aten.lift_fresh.default  # of torch.tensor(...), just now
+        for tensor in find_tensors((args, kwargs)):
+            if not fresh and tensor.layout == torch.strided and _memory(tensor) not in self._made:
+                self._note(tensor, function)
+            elif fresh:
+                self._made.add(_memory(tensor))
+        result = function(*args, **kwargs)
+        for tensor in find_tensors((result,)):
+            if tensor.layout == torch.strided and _memory(tensor) not in self._held:
+                self._made.add(_memory(tensor))
+        return result
+
+    def _note(self, tensor: torch.Tensor, function: Any) -> None:
+        if tensor.device != self._device:
+            raise NotRecordable(
+                f"{function} reads a tensor of shape {tuple(tensor.shape)} on {tensor.device} that "
+                "is no argument, parameter or buffer: its value would be frozen"
+            )
+        self._held[_memory(tensor)] = tensor
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
