@@ -7,8 +7,8 @@ ones (Wasserstein distance). The penalty needs the gradient of the critic's outp
 as part of the loss, which is differentiated again: scatter, broadcast and gather all carry second
 derivatives. It must end with most points near a spot, and points at every spot.
 
-The arithmetic is in float64 only so that runs on other devices can be compared: `--devices cpu`, a
-single device, calls the modules themselves.
+The arithmetic is in float64 only so that runs on other devices can be compared: one device, as in
+`--devices cpu`, gives the same distances.
 """
 
 import argparse

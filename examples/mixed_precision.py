@@ -29,7 +29,10 @@ def main() -> None:
     args = parse_arguments()
     device = torch.device(args.devices[0])
     images, labels, test_images, test_labels = load_images(device)
-    model = fastdp.DataParallel(make_model().to(device), args.devices)
+    model = make_model().to(device)
+    dtypes = set()
+    model.register_forward_hook(lambda module, inputs, output: dtypes.add(str(output.dtype)))
+    model = fastdp.DataParallel(model, args.devices)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if args.old:
         autocast = torch.cuda.amp.autocast
@@ -44,8 +47,7 @@ def main() -> None:
         loss_sum = 0.0
         for indices in torch.randperm(len(images)).to(device).split(BATCH_SIZE):
             with autocast():
-                outputs = model(images[indices])
-                loss = functional.cross_entropy(outputs, labels[indices])
+                loss = functional.cross_entropy(model(images[indices]), labels[indices])
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
@@ -63,7 +65,7 @@ def main() -> None:
         mean_loss = loss_sum / len(images)
         print(f"epoch {epoch}/{args.epochs}  loss {mean_loss:.4f}  test accuracy {accuracy:.2%}")
 
-    print(f"outputs of the replicas: {outputs.dtype}")
+    print(f"outputs of the replicas: {', '.join(dtypes)}")
     print(f"skipped steps: {skipped}, scale at the end: {scaler.get_scale():.0f}")
     if args.save:
         torch.save(model.module.state_dict(), args.save)

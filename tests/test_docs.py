@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import fastdp
@@ -82,13 +83,23 @@ def free_port():
 
 def test_each_block_is_of_a_kind_that_is_run():
     kinds = {(kind, label) for kind, label, _ in FENCE.findall(PAGE)}
-    assert kinds == {("python", ""), ("python", "ddp"), ("python", "fastdp"), ("diff", "")}
+    assert kinds == {
+        ("python", ""),
+        ("python", "ddp"),
+        ("python", "fastdp"),
+        ("diff", ""),
+        ("console", ""),
+    }
     assert PAGE.count("```") == 2 * len(FENCE.findall(PAGE))
+    assert len(blocks("python")) > 8
 
 
+@pytest.mark.filterwarnings("ignore::fastdp.DataParallelWarning")
+@pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0")
 @pytest.mark.parametrize("number, body", list(enumerate(blocks("python"))))
 def test_python_blocks_run(number, body):
-    run(body)
+    with warnings.catch_warnings():  # a block that changes the filters changes them for itself
+        run(body)
 
 
 def test_the_diff_changes_no_number():
@@ -154,10 +165,42 @@ def test_names_exist():
         thing = fastdp
         for part in name.split(".")[1:]:
             thing = getattr(thing, part)
-    parameters = fastdp.DataParallel.__init__.__kwdefaults__
-    for text in code:
-        for option in re.findall(r"\b(unused_grad|\w+_sizes|gather_outputs|loss_weighting)=", text):
-            assert option in parameters
+
+
+def test_options_exist_and_are_off():
+    cells = [cell for _, cell, _ in table("## Options for old workarounds")]
+    named = re.findall(r"`(\w+)=", " ".join(cells))
+    standard = fastdp.DataParallel.__init__.__kwdefaults__
+    assert len(named) > 8
+    for name in named:
+        assert standard[name] in ((True,) if name == "gather_outputs" else (None, False)), name
+    everywhere = re.findall(r"\b(\w+)=(?:True|False|\"\w+\")", FENCE.sub("", PAGE))
+    assert set(everywhere) - {"drop_last", "shuffle", "find_unused_parameters"} <= set(standard)
+
+
+TRAIN = """
+import sys
+import torch
+from torch.nn import DataParallel as Wrapper
+
+assert sys.argv == ["train.py", "--epochs", "3"]
+model = Wrapper(torch.nn.Linear(8, 2), device_ids=["cpu", "cpu"])
+print(type(model).__name__, len(model.device_ids), *model(torch.ones(5, 8)).shape)
+sys.exit(3)
+"""
+
+
+def test_the_command_runs_a_script(tmp_path):
+    (block,) = blocks("console")
+    (command,) = re.findall(r"^\$ python (.*)$", block, re.MULTILINE)
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, **NO_GPU}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert done.stdout == "DataParallel 2 5 2\n"
+    assert re.search(r"train\.py:7: DataParallel, 2 replicas", done.stderr)
 
 
 # From nn.DataParallel: what stays as it is.
@@ -179,6 +222,7 @@ def wrap_n(side, module, n):
     return fastdp.DataParallel(module, device_ids=["cpu"] * n)
 
 
+@pytest.mark.filterwarnings("ignore::fastdp.DataParallelWarning")
 @stays("chunks")
 def test_chunks():
     for side in both():
@@ -308,6 +352,7 @@ def test_parameters_in_forward():
     assert per_replica(OURS, lambda self: len(list(self.parameters()))) == [2, 2]
 
 
+@pytest.mark.filterwarnings("ignore::fastdp.DataParallelWarning")
 @better("a last batch with fewer rows than devices, and a constant argument")
 def test_short_batch():
     def forward(self, x, flag=False):
@@ -592,6 +637,23 @@ def test_buffers_have_the_same_end_as_under_ddp(ddp):
     dp(x)
     dp(x)
     assert norm.running_mean.tolist() == pytest.approx(ddp["running_mean"], abs=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0")
+def test_options_that_no_block_shows():
+    dp = wrap(OURS, Apply(lambda self, x, k: x * k), replicate_scalars=True)
+    same(dp(ints(4, 3), torch.tensor(3)), ints(4, 3) * 3)
+    module = linear()
+    same(wrap(OURS, module, transport="local")(ints(4, 3)), module(ints(4, 3)))
+
+
+def test_warnings_come_once_for_each_argument():
+    dp = wrap(OURS, Apply(lambda self, x, names: x))
+    with pytest.warns(fastdp.DataParallelWarning, match="split_lists"):
+        dp(ints(4, 3), ["a", "b", "c", "d"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dp(ints(4, 3), ["a", "b", "c", "d"])
 
 
 def test_batch_norm_refuses_a_chunk_of_one_row():
