@@ -287,9 +287,13 @@ class Engine:
         finally:
             self._watching.begin = None
         entry.watched += 1
-        reasons = [watch.reason for watch in watches if watch.reason]
-        if reasons:
-            self._give_up(entry, reasons[0])
+        found = [watch for watch in watches if watch.reason]
+        if found:
+            entry.restarts += 1
+            if found[0].passing and entry.restarts <= _MAX_RESTARTS:
+                entry.watched = 0  # a model may say something once
+            else:
+                self._give_up(entry, found[0].reason)
         return outputs
 
     def _record(self, entry: _Entry, source: Source, rows: Any, named: Any, pieces: Any) -> None:
