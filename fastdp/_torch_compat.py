@@ -9,11 +9,15 @@ keeps.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
-from typing import Any, ContextManager
+from typing import Any, Callable, ContextManager, Hashable, List, Tuple
 
 import torch
+
+# What recordings look at (watch.py), and no eager forward.
+_UNNOTICED = "recordings do not notice it"
 
 # name -> (where it lives, what fastdp does without it)
 PRIVATE = {
@@ -27,6 +31,30 @@ PRIVATE = {
     "_cuda_endAllocateToPool": ("torch._C of a CUDA build", "none: a pool stays open"),
     "_cuda_releasePool": ("torch._C of a CUDA build", "none: a pool is not freed"),
     "_cuda_getCurrentRawStream": ("torch._C of a CUDA build", "the public, slower way"),
+    "_get_cublas_allow_tf32": ("torch._C", _UNNOTICED),
+    "_get_cublas_allow_fp16_reduced_precision_reduction": ("torch._C", _UNNOTICED),
+    "_get_cublas_allow_bf16_reduced_precision_reduction": ("torch._C", _UNNOTICED),
+    "_get_cublas_allow_fp16_accumulation": ("torch._C", _UNNOTICED),
+    "_get_cudnn_enabled": ("torch._C", _UNNOTICED),
+    "_get_cudnn_benchmark": ("torch._C", _UNNOTICED),
+    "_get_cudnn_deterministic": ("torch._C", _UNNOTICED),
+    "_get_cudnn_allow_tf32": ("torch._C", _UNNOTICED),
+    "_get_flash_sdp_enabled": ("torch._C", _UNNOTICED),
+    "_get_mem_efficient_sdp_enabled": ("torch._C", _UNNOTICED),
+    "_get_math_sdp_enabled": ("torch._C", _UNNOTICED),
+    "_get_cudnn_sdp_enabled": ("torch._C", _UNNOTICED),
+    "_get_math_sdp_allow_fp16_bf16_reduction": ("torch._C", _UNNOTICED),
+    "_get_sdp_priority_order": ("torch._C", _UNNOTICED),
+    "_get_fp32_precision_getter": ("torch._C", _UNNOTICED),
+    "_len_torch_function_stack": ("torch._C", _UNNOTICED),
+    "_get_function_stack_at": ("torch._C", _UNNOTICED),
+    "_len_torch_dispatch_stack": ("torch._C", _UNNOTICED),
+    "_autograd": ("torch._C", _UNNOTICED),
+    "_top_saved_tensors_default_hooks": ("torch._C._autograd", _UNNOTICED),
+    "_global_forward_pre_hooks": ("torch.nn.modules.module", _UNNOTICED),
+    "_global_forward_hooks": ("torch.nn.modules.module", _UNNOTICED),
+    "_global_backward_pre_hooks": ("torch.nn.modules.module", _UNNOTICED),
+    "_global_backward_hooks": ("torch.nn.modules.module", _UNNOTICED),
 }
 
 # name -> what it is
@@ -44,6 +72,7 @@ SHARED = {
     "_orig_mod": "the module inside one that torch.compile made",
     "_initialize": "a method of such a module, and of lazy ones",
     "_dynamo": "the part of torch that traces; looked for among the loaded modules only",
+    "_version": "a tensor's count of writes in place",
     "_indices": "a sparse tensor's, coalesced or not",
     "_values": "a sparse tensor's, coalesced or not",
     "_forward_hooks": "nn.Module's hooks; copied as nn.Module._replicate_for_data_parallel does",
@@ -94,6 +123,83 @@ def inside_function_transform() -> bool:
     functorch = getattr(torch._C, "_functorch", None)
     level = getattr(functorch, "maybe_current_level", None)
     return level is not None and level() is not None
+
+
+# Getters of what kernels are chosen by, where no public function is as quick.
+_FLAGS = (
+    "_get_cublas_allow_tf32",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "_get_cublas_allow_fp16_accumulation",
+    "_get_cudnn_enabled",
+    "_get_cudnn_benchmark",
+    "_get_cudnn_deterministic",
+    "_get_cudnn_allow_tf32",
+    "_get_flash_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled",
+    "_get_math_sdp_enabled",
+    "_get_cudnn_sdp_enabled",
+    "_get_math_sdp_allow_fp16_bf16_reduction",
+)
+
+
+def _flag_getters() -> Tuple[Callable[[], Any], ...]:
+    found = [getattr(torch._C, name, None) for name in _FLAGS]
+    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if precision is not None:
+        for place in (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")):
+            found.append(functools.partial(precision, *place))
+    return tuple(get for get in found if get is not None)
+
+
+_GETTERS = _flag_getters()
+
+
+def kernel_flags() -> Tuple[Hashable, ...]:
+    """Process-wide settings by which torch chooses its kernels on a GPU."""
+    order = getattr(torch._C, "_get_sdp_priority_order", tuple)
+    try:
+        return (*[get() for get in _GETTERS], *order())
+    except RuntimeError:  # old and new names of one setting were mixed: torch does not answer
+        return (*map(_answer, _GETTERS), *order())
+
+
+def _answer(get: Callable[[], Any]) -> Any:
+    try:
+        return get()
+    except RuntimeError:
+        return None
+
+
+def function_modes() -> Tuple[Any, ...]:
+    """This thread's torch function modes, `with torch.device(...)` among them; outermost first."""
+    count = getattr(torch._C, "_len_torch_function_stack", int)()
+    at = getattr(torch._C, "_get_function_stack_at", None) if count else None
+    return () if at is None else tuple([at(i) for i in range(count)])
+
+
+def dispatch_mode_active() -> bool:
+    """Whether this thread has a torch dispatch mode."""
+    return getattr(torch._C, "_len_torch_dispatch_stack", int)() > 0
+
+
+def saved_tensors_hooks_active() -> bool:
+    """True inside `torch.autograd.graph.saved_tensors_hooks`, and so inside checkpointing."""
+    autograd = getattr(torch._C, "_autograd", None)
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
+def global_module_hooks() -> List[Tuple[str, Any]]:
+    """(kind, hook) of each hook that runs for every module of the process."""
+    kinds = (
+        ("forward pre-hook", "_global_forward_pre_hooks"),
+        ("forward hook", "_global_forward_hooks"),
+        ("backward pre-hook", "_global_backward_pre_hooks"),
+        ("backward hook", "_global_backward_hooks"),
+    )
+    place = torch.nn.modules.module
+    return [(kind, hook) for kind, name in kinds for hook in getattr(place, name, {}).values()]
 
 
 def raw_stream(index: int) -> int:

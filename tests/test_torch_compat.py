@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import pathlib
 import re
+import types
 import warnings
 
 import pytest
@@ -23,6 +24,11 @@ CORE = sorted((PACKAGE.parent / "csrc").glob("py_*.c"))
 DATA_PARALLEL = importlib.import_module("torch.nn.parallel.data_parallel")
 REPLICATE = importlib.import_module("torch.nn.parallel.replicate")
 TABLES = {**_torch_compat.PRIVATE, **_torch_compat.SHARED}
+
+# What an eager forward does not look at.
+RECORDED = [
+    name for name, (_, instead) in _torch_compat.PRIVATE.items() if instead.startswith("recordings")
+]
 
 
 def node():
@@ -42,7 +48,13 @@ def node():
 
 def owners():
     """name -> the object that has it."""
+    places = {
+        "torch._C": torch._C,
+        "torch._C._autograd": torch._C._autograd,
+        "torch.nn.modules.module": torch.nn.modules.module,
+    }
     return {
+        **{name: places[_torch_compat.PRIVATE[name][0]] for name in RECORDED},
         "_make_subclass": torch.Tensor,
         "_set_sequence_nr": node(),
         "_log_api_usage_once": torch._C,
@@ -51,6 +63,8 @@ def owners():
         "_functorch": torch._C,
         "maybe_current_level": torch._C._functorch,
         "_cuda_getCurrentRawStream": torch._C,
+        "_cuda_endAllocateToPool": torch._C,
+        "_cuda_releasePool": torch._C,
     }
 
 
@@ -59,7 +73,7 @@ def owners():
 
 @pytest.mark.parametrize("name", _torch_compat.PRIVATE)
 def test_this_torch_has_it(name):
-    if name == "_cuda_getCurrentRawStream" and torch.version.cuda is None:
+    if name.startswith("_cuda_") and torch.version.cuda is None:
         pytest.skip("a torch without CUDA")
     assert hasattr(owners()[name], name), (
         f"torch {torch.__version__} has lost {name}: fastdp goes on as the table says, "
@@ -158,8 +172,10 @@ def own_names():
     return names
 
 
-# Private by their look only: a namedtuple's documented method, our own keys and attributes.
-NOT_TORCH = {"_make", "_fields", "_asdict", "_fastdp_runtime"}
+# Private by their look only: a namedtuple's documented method, parts of Python, our own keys and
+# attributes.
+NOT_TORCH = {"_make", "_fields", "_asdict", "_getframe", "_py_warnings"}
+NOT_TORCH |= {"_fastdp_runtime", "_fastdp_surprises"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
@@ -238,7 +254,9 @@ def without(monkeypatch, name):
 
 
 PROMISED = [
-    name for name, (_, instead) in _torch_compat.PRIVATE.items() if not instead.startswith("none")
+    name
+    for name, (_, instead) in _torch_compat.PRIVATE.items()
+    if not instead.startswith(("none", "recordings"))
 ]
 
 
@@ -256,8 +274,9 @@ def train(impl, x):
     return out.detach(), evaluated, grads(net)
 
 
-def test_all_but_one_are_promised():
-    assert set(_torch_compat.PRIVATE) - set(PROMISED) == {"_make_subclass"}
+def test_all_but_these_are_promised():
+    others = {"_make_subclass", "_cuda_endAllocateToPool", "_cuda_releasePool"}
+    assert set(_torch_compat.PRIVATE) - set(PROMISED) - set(RECORDED) == others
 
 
 @pytest.mark.parametrize("name", PROMISED)
@@ -296,6 +315,33 @@ def test_without_make_subclass(fast, kind, monkeypatch):
         else:
             same(dp(x).detach(), want)
     same(dp(x).detach(), want)
+
+
+def test_recordings_do_without(monkeypatch):
+    """Each answer is then that nothing is there, and none is an error."""
+    with torch.device("cpu"):
+        assert len(_torch_compat.function_modes()) == 1
+    assert len(_torch_compat.kernel_flags()) > 10
+    core = Lacking(torch._C, *RECORDED)
+    place = types.SimpleNamespace(modules=types.SimpleNamespace(module=object()))
+    monkeypatch.setattr(_torch_compat, "torch", Lacking(torch, _C=core, nn=place))
+    monkeypatch.setattr(_torch_compat, "_GETTERS", _torch_compat._flag_getters())
+    with torch.device("cpu"), torch.autograd.graph.save_on_cpu():
+        assert _torch_compat.function_modes() == ()
+        assert not _torch_compat.dispatch_mode_active()
+        assert not _torch_compat.saved_tensors_hooks_active()
+    assert _torch_compat.kernel_flags() == ()
+    assert _torch_compat.global_module_hooks() == []
+
+
+def test_kernel_flags_where_torch_refuses_to_answer(monkeypatch):
+    def refuses():
+        raise RuntimeError("legacy and new APIs are mixed")
+
+    want = _torch_compat.kernel_flags()
+    getters = _torch_compat._GETTERS
+    monkeypatch.setattr(_torch_compat, "_GETTERS", (refuses, *getters[1:]))
+    assert _torch_compat.kernel_flags() == (None, *want[1:])
 
 
 def test_torch_func_raises_without_the_level_too(fast, monkeypatch):

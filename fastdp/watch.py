@@ -1,0 +1,256 @@
+"""What a recording of a forward would freeze, looked for around some eager forwards.
+
+A recorded step launches the kernels of one forward again and runs no Python. `Watch`, around one
+eager forward of the replicas, says why that would go wrong: the forward
+
+- changes what the replicas' modules hold: attributes, and lists, dictionaries and sets in them
+  (`_C.Snapshot` says how deep). Writes into buffers, and into tensors on a GPU, are kernels and are
+  recorded;
+- draws from Python's `random`, NumPy's global generator, or torch's generator of the host;
+- prints, or makes log records (listeners.py says what is heard);
+- has hooks, on a module or on all of them, which would have to run at every step;
+- runs under a torch function or dispatch mode, saved-tensors hooks, anomaly mode or a transform
+  (torch.func, forward-mode differentiation).
+
+`global_state()` is the part of torch's global state that kernels depend on: it belongs into the
+signature of a recording. `snapshot_of()` is what is asked at each replay whether the module is
+still what was recorded.
+
+What is not seen, neither here nor at a replay. A forward that does one of these is recorded as if
+it did not, and every replay repeats what it did then:
+
+    step = 0
+    def forward(self, x):
+        return x * schedule(step)         # a global; also a class attribute or a closure
+        return x * time.time()            # a clock; also the environment, files, sockets
+        return x + self.generator.normal()         # an np.random.Generator's, random.Random's,
+                                                   # torch.Generator's own state
+        return x * self.state.factor      # the content of an object of a class of your own, which
+                                          # is neither a dataclass nor one of `records()`
+        return x * self.array[0]          # elements of a NumPy array that is written in place
+        if debug: print(x)                # what was not printed while it was watched
+
+Also not seen: what is changed and put back within one forward (`torch.random.fork_rng` around
+numbers drawn on the host), the content of containers more than four deep or past 8192 entries, and
+what another thread does at the same time. That thread's draws from the three generators above are
+taken for the forward's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import random
+import sys
+import types
+from typing import Any, Dict, Hashable, Iterable, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from . import _C, _torch_compat
+from .listeners import Listener
+
+__all__ = ["Watch", "global_state", "records", "snapshot_of"]
+
+# Texts about hooks that one reason names; a model may have a hook on each of its modules.
+_MAX_NAMED = 3
+
+_HOOKS = (
+    ("_forward_pre_hooks", "forward pre-hook"),
+    ("_forward_hooks", "forward hook"),
+    ("_backward_pre_hooks", "backward pre-hook"),
+    ("_backward_hooks", "backward hook"),
+)
+
+# Classes of torch's own that do their work by hooks -> what users call.
+_HOOK_CLASSES = {
+    "torch.nn.utils.weight_norm": "torch.nn.utils.weight_norm",
+    "torch.nn.utils.spectral_norm": "torch.nn.utils.spectral_norm",
+    "torch.nn.utils.prune": "torch.nn.utils.prune",
+}
+
+_AUTOCAST = ("cuda", "cpu")
+
+
+class Watch:
+    """Around one eager forward of replicas: `with Watch(roots) as watch: ...`.
+
+    Args:
+        roots: the replicas' root modules, or any modules that the forward calls.
+
+    Attributes:
+        reason: after the block, None, or why a recording of this forward would go wrong, as a
+            clause whose subject is the forward: "it draws from Python's random". None too if the
+            block raised.
+        passing: True if the reason is nothing but output, which may be that of a first forward:
+            a model that says something once is worth another watch.
+
+    Any number may be active, in each other and in several threads. Whatever it replaces is put back
+    at the end of the block, however it ends.
+    """
+
+    __slots__ = ("reason", "passing", "_roots", "_listener", "_snapshot", "_states", "__weakref__")
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self.reason: Optional[str] = None
+        self.passing = False
+        self._roots = tuple(roots)
+        self._listener: Optional[Listener] = None
+        self._snapshot: Any = None
+        self._states: Dict[str, Any] = {}
+
+    def __enter__(self) -> "Watch":
+        reasons = [*_active_modes(), *_hooks(self._roots)]
+        if reasons:  # nothing more to be found out, and a mode would see what the rest does
+            self.reason = "; ".join(reasons)
+            return self
+        self._snapshot = snapshot_of(self._roots)
+        self._states = _generator_states()
+        self._listener = Listener()
+        try:
+            self._listener.start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            if kind is None and self._listener is not None:
+                self._conclude(self._listener)
+        finally:
+            self._end()
+
+    def _conclude(self, listener: Listener) -> None:
+        reasons = []
+        changed = self._snapshot.differs()
+        if changed is not None:
+            reasons.append(f"it changes what modules hold: {changed}")
+        states = _generator_states()
+        for name, state in self._states.items():
+            if name in states and states[name] != state:
+                reasons.append(f"it draws from {name}")
+        self.passing = not reasons and listener.heard is not None
+        if listener.heard is not None:
+            reasons.append(f"it {listener.heard}")
+        self.reason = "; ".join(reasons) or None
+
+    def _end(self) -> None:
+        """Also the end of a watch whose block was left by an interrupt between two lines here."""
+        if self._listener is not None:
+            self._listener.stop()
+        self._snapshot, self._states, self._roots = None, {}, ()
+
+    __del__ = _end
+
+
+def snapshot_of(roots: Iterable[nn.Module]) -> Any:
+    """A `_C.Snapshot` of all modules below these, each once: its `differs()` names a change."""
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    return _C.Snapshot(tuple(modules), records())
+
+
+def records() -> Tuple[type, ...]:
+    """Classes, besides dataclasses, whose objects are looked into: they hold settings as plain
+    attributes, and forwards read them."""
+    found: List[type] = [types.SimpleNamespace, argparse.Namespace]
+    # transformers' configurations; it is never imported for this.
+    place = sys.modules.get("transformers.configuration_utils")
+    for name in ("PretrainedConfig", "PreTrainedConfig"):
+        kind = getattr(place, name, None)
+        if isinstance(kind, type):
+            found.append(kind)
+    return tuple(found)
+
+
+def _generator_states() -> Dict[str, Any]:
+    """The states of the global generators of the host, comparable. NumPy is not imported for it."""
+    states: Dict[str, Any] = {
+        "Python's random": random.getstate(),
+        "torch's generator of the host": torch.get_rng_state().tolist(),
+    }
+    numpy_state = getattr(sys.modules.get("numpy.random"), "get_state", None)
+    if numpy_state is not None:
+        states["NumPy's global generator"] = pickle.dumps(numpy_state(legacy=False))
+    return states
+
+
+def _active_modes() -> Iterator[str]:
+    """What is active on this thread that acts on every operator from Python."""
+    for mode in _torch_compat.function_modes():
+        if not _is_device_mode(mode):
+            yield f"the torch function mode {type(mode).__name__} is active"
+    if _torch_compat.dispatch_mode_active():
+        yield "a torch dispatch mode is active"
+    if _torch_compat.saved_tensors_hooks_active():
+        yield "saved-tensors hooks are active (torch.autograd.graph, or checkpointing around it)"
+    if torch.is_anomaly_enabled():
+        yield "anomaly mode is on"
+    if _torch_compat.inside_function_transform():
+        yield "it is transformed by torch.func"
+    if _torch_compat.forward_mode_active():
+        yield "forward-mode differentiation is active"
+
+
+def _is_device_mode(mode: Any) -> bool:
+    """`with torch.device(...)` and `torch.set_default_device`: recorded as any other argument."""
+    return isinstance(getattr(mode, "device", None), torch.device) and type(mode).__module__ == (
+        "torch.utils._device"
+    )
+
+
+def _hooks(roots: Sequence[nn.Module]) -> Iterator[str]:
+    found: Dict[str, None] = {}  # replicas have the same ones
+    for kind, hook in _torch_compat.global_module_hooks():
+        if not _is_ours(hook):
+            found[f"{_hook_name(kind, hook)} on every module"] = None
+    for root in roots:
+        for path, module in root.named_modules():
+            for attribute, kind in _HOOKS:
+                for hook in (getattr(module, attribute, None) or {}).values():
+                    if not _is_ours(hook):
+                        where = f"{path or 'the module itself'} ({type(module).__name__})"
+                        found[f"{_hook_name(kind, hook)} on {where}"] = None
+    if found:
+        texts = list(found)
+        more = f", and {len(texts) - _MAX_NAMED} more" if len(texts) > _MAX_NAMED else ""
+        yield f"hooks would have to run at every step: {', '.join(texts[:_MAX_NAMED])}{more}"
+
+
+def _hook_name(kind: str, hook: Any) -> str:
+    while hasattr(hook, "func"):  # functools.partial
+        hook = hook.func
+    place = getattr(type(hook), "__module__", "")
+    if place in _HOOK_CLASSES:
+        return f"{_HOOK_CLASSES[place]}'s {kind}"
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return f"the {kind} {name}"
+
+
+def _is_ours(hook: Any) -> bool:
+    place = getattr(hook, "__module__", None) or type(hook).__module__
+    return place == "fastdp" or place.startswith("fastdp.")
+
+
+def global_state() -> Tuple[Hashable, ...]:
+    """Everything global that torch's kernels depend on, for the calling thread: what a recording
+    has baked in, so that two forwards may share one only if this was equal. Grad and inference
+    mode, autocast (enabled and dtype of each device type, cache), default dtype and device, matmul
+    precision, flags of cuBLAS, cuDNN and scaled_dot_product_attention, deterministic algorithms.
+    """
+    modes = _torch_compat.function_modes()
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_cache_enabled(),
+        *[torch.is_autocast_enabled(kind) for kind in _AUTOCAST],
+        *[torch.get_autocast_dtype(kind) for kind in _AUTOCAST],
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        tuple([getattr(mode, "device", None) for mode in modes]) if modes else (),
+        *_torch_compat.kernel_flags(),
+    )
