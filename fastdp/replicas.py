@@ -22,6 +22,7 @@ from torch import nn
 from . import _C, _torch_compat
 from .buckets import is_sparse, make_buckets
 from .devices import parse_devices
+from .environment import DEFAULT_BUCKET_BYTES
 from .flat_weights import RnnWeights
 from .fresh_replicas import WalkedTree, check_scripted, fresh_replicas
 from .overlap import is_worth_hiding
@@ -80,7 +81,7 @@ class Replicator:
         self._tree: Optional[Any] = None
         self._rnn_weights = RnnWeights(())
         self._fresh = False
-        self._plans: Dict[Tuple[int, bool], Plan] = {}
+        self._plans: Dict[Tuple[Any, ...], Plan] = {}
         self._idle: List[ReplicaSet] = []
         self._lent: List[ReplicaSet] = []
         _all_replicators.add(self)
@@ -107,7 +108,7 @@ class Replicator:
                 raise NotRecordable("a module in it makes its own replicas (scripted, fx or lazy)")
             parameters, buffers, pattern = self._tree.collect()
             tensors = parameters + buffers
-            plan = self._plan(root, tensors, pattern, len(parameters), ranks, grad)
+            plan = self._plan(root, tensors, pattern, len(parameters), ranks, grad, recorded=True)
             if plan.alone:
                 raise NotRecordable("it has sparse parameters or buffers")
             devices, held = self.devices[:ranks], self._while_same(self._tree)
@@ -211,32 +212,46 @@ class Replicator:
         parameter_count: int,
         ranks: int,
         differentiable: bool,
+        recorded: bool = False,
     ) -> Plan:
         description = described(tensors, root, self.devices[0]) + pattern
         description += self._rnn_weights.describe()
-        plan = self._plans.get((ranks, differentiable))
+        key = (ranks, differentiable, "recorded") if recorded else (ranks, differentiable)
+        plan = self._plans.get(key)
         if plan is None or plan.description != description:
             check_tensors(root)
             check_home(tensors, self.devices[0])
             devices = self.devices[:ranks]
             alone = [place for place, tensor in enumerate(tensors) if is_sparse(tensor)]
-            dense = [tensor for tensor in tensors if not is_sparse(tensor)]
-            hidden = is_worth_hiding(dense, devices, self._transport)
-            communication = self._communication if hidden else self._in_line
+            communication, limit_bytes = self._way(tensors, devices, recorded)
             buckets = make_buckets(
                 tensors,
                 set(alone),
                 parameter_count,
                 devices,
                 communication,
-                self._bucket_bytes,
+                limit_bytes,
                 self._unused_grad,
                 self._rnn_weights.find(tensors),
                 self._transport,
             )
             plan = Plan(description, buckets, alone, parameter_count, devices, communication)
-            self._plans[ranks, differentiable] = plan
+            self._plans[key] = plan
         return plan
+
+    def _way(
+        self, tensors: Tensors, devices: Sequence[torch.device], recorded: bool
+    ) -> Tuple[Communication, int]:
+        """What the moves run on, and how large a bucket may be. Beside compute costs a recording
+        nothing, as its waits are recorded too. In line nothing is gained by more buckets than one,
+        unless the limit is the user's wish."""
+        dense = [tensor for tensor in tensors if not is_sparse(tensor)]
+        if recorded or is_worth_hiding(dense, devices, self._transport):
+            return self._communication, self._bucket_bytes
+        if self._bucket_bytes == DEFAULT_BUCKET_BYTES and len(set(devices)) > 1:
+            size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in dense)
+            return self._in_line, max(self._bucket_bytes, size_bytes)
+        return self._in_line, self._bucket_bytes
 
     def _take_set(self, root: nn.Module) -> ReplicaSet:
         # Even where one is idle: a set that was let go late would keep its copies for ever.

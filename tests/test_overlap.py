@@ -4,7 +4,8 @@ how long they take; and the two ways of communication, with GPUs pretended."""
 import pytest
 import torch
 
-from fastdp import _C, overlap, streams
+from fastdp import _C, overlap, replicas, streams
+from fastdp.environment import DEFAULT_BUCKET_BYTES
 
 HOST = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(3))
@@ -77,6 +78,25 @@ def test_an_unknown_word_is_refused(rates, monkeypatch):
 def test_the_table_of_the_core_knows_it():
     (row,) = (row for row in _C.env_table() if row[0] == "FASTDP_OVERLAP")
     assert row[1:3] == ("auto|always|never", "auto")
+
+
+@pytest.mark.parametrize("limit", [DEFAULT_BUCKET_BYTES, 1000])
+def test_the_way_of_a_plan(rates, monkeypatch, limit):
+    """In line all travels in one bucket, unless somebody asked for another size."""
+    module = torch.nn.Linear(1, 1)
+    replicator = replicas.Replicator(module, GPUS[:2], limit, "zero")
+    size = 3 * DEFAULT_BUCKET_BYTES
+    beside, in_line = (replicator._communication, limit), replicator._in_line
+    assert beside[0].apart and not in_line.apart
+
+    def way(wish, devices=GPUS[:2], recorded=False):
+        monkeypatch.setenv("FASTDP_OVERLAP", wish)
+        return replicator._way(tensors(size), devices, recorded)
+
+    one_bucket = size if limit == DEFAULT_BUCKET_BYTES else limit
+    assert way("always") == beside and way("never") == (in_line, one_bucket)
+    assert way("never", recorded=True) == way("always", recorded=True) == beside
+    assert way("always", GPUS[:1]) == (in_line, limit)
 
 
 # Streams. torch without CUDA has no streams: these stand for them, and log what is asked of them.
