@@ -9,6 +9,10 @@ weights and buffers, the optimizer, the schedule, and where in which epoch it is
 killed loses what came after the last checkpoint, and a second one does that again: it ends with the
 weights of a run that was never stopped, bit for bit. Without --checkpoint the script does all three
 runs in a temporary directory and compares.
+
+This model draws no random numbers. One with dropout also needs the generators in its checkpoint,
+torch.get_rng_state() and torch.cuda.get_rng_state_all(); and where replicas share a device, as on
+the CPU, they draw in a fixed order under `fastdp.DataParallel(..., sequential=True)` only.
 """
 
 import argparse

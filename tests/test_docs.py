@@ -643,6 +643,8 @@ def test_buffers_have_the_same_end_as_under_ddp(ddp):
 def test_options_that_no_block_shows():
     dp = wrap(OURS, Apply(lambda self, x, k: x * k), replicate_scalars=True)
     same(dp(ints(4, 3), torch.tensor(3)), ints(4, 3) * 3)
+    with pytest.raises(ValueError, match="room for 4 samples, but the batch has 5"):
+        wrap(OURS, linear(), chunk_sizes=[1, 3])(ints(5, 3))
     module = linear()
     same(wrap(OURS, module, transport="local")(ints(4, 3)), module(ints(4, 3)))
 
