@@ -5,7 +5,7 @@ containers are made anew around the pieces, all else is handed on as it is.
 from __future__ import annotations
 
 from itertools import chain, repeat
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -222,8 +222,7 @@ def scatter_arguments(
     named.extend({} for _ in range(used - len(named)))
     if surprises is not None and sizes:
         if sizes.count(batch) < len(sizes):
-            places = _tensor_places(inputs, kwargs, rules)
-            surprises.unequal(places, sizes, dim, replicas)
+            surprises.unequal(_tensor_places(inputs, kwargs, rules), dim, replicas)
         if 0 < used < replicas and batch and not callable(rules.chunk_sizes):
             surprises.idle(used, replicas, batch)
     if not rules.sized:
@@ -273,13 +272,8 @@ def _piece_count(size: int, count: int) -> int:
     return -(-size // -(-size // count)) if size else count
 
 
-def _tensor_places(
-    inputs: Any, kwargs: Any, rules: Rules
-) -> Callable[[], List[Tuple[Any, torch.Tensor]]]:
-    def found() -> List[Tuple[Any, torch.Tensor]]:
-        leaves = chain(
-            walk(inputs, "inputs", rules.split_lists), walk(kwargs, "kwargs", rules.split_lists)
-        )
-        return [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-    return found
+def _tensor_places(inputs: Any, kwargs: Any, rules: Rules) -> Iterator[Tuple[Any, torch.Tensor]]:
+    for name, tree in (("inputs", inputs), ("kwargs", kwargs)):
+        for path, leaf in walk(tree, name, rules.split_lists):
+            if isinstance(leaf, torch.Tensor):
+                yield path, leaf

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any, Callable, Iterable, Optional, Sequence, Set, Tuple
+from typing import Any, Iterable, Set, Tuple
 
 import torch
 
@@ -14,8 +14,8 @@ from .containers import place
 
 __all__ = ["DataParallelWarning"]
 
-# Combinations of sizes that a wrapper remembers having looked at.
-_MAX_SEEN = 64
+# After so many places a wrapper has said enough.
+_MAX_SAID = 64
 
 
 class DataParallelWarning(UserWarning):
@@ -28,63 +28,48 @@ class DataParallelWarning(UserWarning):
 class Surprises:
     """What one wrapper has warned of."""
 
-    __slots__ = ("_said", "_seen")
+    __slots__ = ("_said",)
 
     def __init__(self) -> None:
         self._said: Set[Any] = set()
-        self._seen: Set[Any] = set()
 
     def uncut_list(self, path: Any, length: int) -> None:
-        where = place(path)
-        self._warn(
-            where,
-            f"{where} is a list of {length}, as many as the batch has samples, but lists are not "
-            "cut: every replica gets all of it. Pass split_lists=True to cut lists of samples, or "
-            "fastdp.Replicated(...) if it is meant so",
-        )
+        if self._is_new(path):
+            self._warn(
+                path,
+                f"{place(path)} is a list of {length}, as many as the batch has samples, but lists "
+                "are not cut: every replica gets all of it. Pass split_lists=True to cut lists of "
+                "samples, or fastdp.Replicated(...) if it is meant so",
+            )
 
-    def unequal(
-        self,
-        found: Callable[[], Iterable[Tuple[Any, torch.Tensor]]],
-        sizes: Sequence[int],
-        dim: int,
-        replicas: int,
-    ) -> None:
-        """Tensors of different sizes along the dimension that is cut; `found()` are their paths and
-        they, in order."""
-        key = tuple(sizes)
-        if key in self._seen:
-            return
-        batch_place: Optional[str] = None
-        batch = sizes[0]
-        for path, tensor in found():
+    def unequal(self, found: Iterable[Tuple[Any, torch.Tensor]], dim: int, replicas: int) -> None:
+        """Tensors, with their paths, of different sizes along the dimension that is cut."""
+        first: Any = None
+        for path, tensor in found:
             if tensor.dim() == 0:
                 continue
-            if batch_place is None:
-                batch_place = place(path)
             size = tensor.size(dim)
-            if size == batch or (tensor.dim() == 1 and size == replicas):
+            if first is None:
+                first = path, size
+            if size == first[1] or (tensor.dim() == 1 and size == replicas):
                 continue  # the latter is one entry for each replica
-            where = place(path)
-            self._warn(
-                where,
-                f"{where} has size {size} along dimension {dim} and {batch_place} has {batch}: "
-                "each is cut for itself, into pieces that do not belong together. Pass "
-                "fastdp.Replicated(...) for what every replica is to get whole, or "
-                "split_lists=True to cut lists of samples",
-            )
-        if len(self._seen) < _MAX_SEEN:
-            self._seen.add(key)
+            if self._is_new(path):
+                self._warn(
+                    path,
+                    f"{place(path)} has size {size} along dimension {dim} and {place(first[0])} "
+                    f"has {first[1]}: each is cut for itself, into pieces that do not belong "
+                    "together. Pass fastdp.Replicated(...) for what every replica is to get "
+                    "whole, or split_lists=True to cut lists of samples",
+                )
 
     def idle(self, used: int, replicas: int, batch: int) -> None:
-        self._warn(
-            None,
-            f"a batch of {batch} gave work to {used} of {replicas} replicas only",
-        )
+        if self._is_new(None):
+            self._warn(None, f"a batch of {batch} gave work to {used} of {replicas} replicas only")
+
+    def _is_new(self, key: Any) -> bool:
+        return key not in self._said and len(self._said) < _MAX_SAID
 
     def _warn(self, key: Any, text: str) -> None:
-        if key in self._said:
-            return
         warnings.warn(text, DataParallelWarning, stacklevel=_depth_of_caller())
         self._said.add(key)  # behind: where warnings are errors, each call is one
 

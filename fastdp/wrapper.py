@@ -335,13 +335,16 @@ class DataParallel(nn.DataParallel):
             return modules[name]
         try:
             return super().__getattr__(name)
-        except AttributeError:
+        except AttributeError as error:
             # Not through self: a copy or an unpickled wrapper may have nothing yet.
             module = (modules or {}).get("module")
             forwards = self.__dict__.get("forward_attributes", False) and module is not None
-            if not forwards or name.startswith("_") or not hasattr(module, name):
+            if not forwards or name.startswith("_"):
                 raise
-        return getattr(module, name)
+            try:
+                return getattr(module, name)
+            except AttributeError as inner:
+                raise error from inner
 
     def __getstate__(self) -> Dict[str, Any]:
         """Threads, streams and replicas stay out of copies and files."""
