@@ -1,9 +1,10 @@
 """A training loop with Accelerate, which prepares the wrapped model like any other."""
 
 import torch
-from sides import check, weights
 from torch import nn
 from torch.nn import functional
+
+from programs.sides import check, weights
 
 BATCH = 14
 EPOCHS = 2

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from sides import check, inner, weights
 from torch import nn
 from torch.nn import functional
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from programs.sides import check, inner, weights
 
 BATCH = 30
 

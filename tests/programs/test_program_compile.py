@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from sides import check, weights
 from torch import nn
 from torch.nn import functional
+
+from programs.sides import check, weights
 
 BATCH = 24
 

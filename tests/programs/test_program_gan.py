@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from sides import check, weights
 from torch import nn
+
+from programs.sides import check, weights
 
 NOISE = 6
 

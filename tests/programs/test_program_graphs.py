@@ -5,9 +5,10 @@ from itertools import chain, pairwise
 
 import pytest
 import torch
-from sides import check, weights
 from torch import nn
 from torch.nn import functional
+
+from programs.sides import check, weights
 
 
 @dataclasses.dataclass

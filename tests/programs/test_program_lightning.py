@@ -3,9 +3,10 @@
 import pytest
 import torch
 from nets import same
-from sides import check, weights
 from torch import nn
 from torch.nn import functional
+
+from programs.sides import check, weights
 
 BATCH = 18
 EPOCHS = 3

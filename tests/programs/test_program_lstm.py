@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from sides import check, weights
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from programs.sides import check, weights
 
 WIDTH = 24
 WINDOW = 12

@@ -13,10 +13,10 @@ import numpy
 import pytest
 import torch
 from nets import same
-from sides import BOUND, Side, check, fastdps, near, weights
 
 import fastdp
 from fastdp import placement, wrapper
+from programs.sides import BOUND, Side, check, fastdps, near, weights
 
 PIXELS = 16  # of 4 x 4: brightness as a number of 0..8 is the vocabulary
 CLASSES = 10

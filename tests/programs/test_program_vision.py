@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
-import vision
-from sides import check, inner, weights
 from torch import nn
 from torch.nn import functional
+
+from programs import vision
+from programs.sides import check, inner, weights
 
 SIZE = 32
 

@@ -1,0 +1,1 @@
+"""Tests of whole programs. A package, so that its conftest.py has a name of its own."""
