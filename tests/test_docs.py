@@ -1,5 +1,5 @@
-"""docs/: the code of the pages runs, and what their tables say is so. One test per row, named by
-the row's first cell; nn.DataParallel's side is torch's own code (oracle.py), DDP's are two
+"""docs/: the code of each page runs, and what the tables of migrating.md say is so. One test per
+row, named by the row's first cell; nn.DataParallel's side is torch's own code (oracle.py), DDP's are two
 processes over gloo."""
 
 import dataclasses
@@ -23,15 +23,16 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGE = (DOCS / "migrating.md").read_text()
+PAGES = {path.name: path.read_text() for path in sorted(DOCS.glob("*.md"))}
+PAGE = PAGES["migrating.md"]
 FENCE = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 DATA_PARALLEL = "fastdp.DataParallel(model)"
 ON_TWO = 'fastdp.DataParallel(model, device_ids=["cpu", "cpu"])'
 
 
-def blocks(language, name=""):
-    return [body for kind, label, body in FENCE.findall(PAGE) if (kind, label) == (language, name)]
+def blocks(language, name="", page=PAGE):
+    return [body for kind, label, body in FENCE.findall(page) if (kind, label) == (language, name)]
 
 
 def section(heading):
@@ -47,9 +48,9 @@ def table(heading):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def run(code):
+def run(code, page="migrating.md"):
     namespace = {"__name__": "__main__"}
-    exec(compile(code, "migrating.md", "exec"), namespace)
+    exec(compile(code, page, "exec"), namespace)
     return namespace
 
 
@@ -96,10 +97,14 @@ def test_each_block_is_of_a_kind_that_is_run():
 
 @pytest.mark.filterwarnings("ignore::fastdp.DataParallelWarning")
 @pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0")
-@pytest.mark.parametrize("number, body", list(enumerate(blocks("python"))))
-def test_python_blocks_run(number, body):
+@pytest.mark.parametrize(
+    "page, body",
+    [(name, body) for name, page in PAGES.items() for body in blocks("python", page=page)],
+    ids=lambda value: value if value in PAGES else "",
+)
+def test_python_blocks_run(page, body):
     with warnings.catch_warnings():  # a block that changes the filters changes them for itself
-        run(body)
+        run(body, page)
 
 
 def test_the_diff_changes_no_number():
@@ -138,12 +143,13 @@ def losses(text):
     return found
 
 
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)\s]+)\)", PAGE)
-    assert len(links) > 5
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    links = re.findall(r"\]\(([^)\s]+)\)", PAGES[name])
+    assert len(links) > 5 or name != "migrating.md"
     for link in links:
         file, _, anchor = link.partition("#")
-        target = DOCS / file if file else DOCS / "migrating.md"
+        target = DOCS / file if file else DOCS / name
         assert target.exists(), link
         if anchor:
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
@@ -155,15 +161,15 @@ def anchor_of(heading):
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-def test_names_exist():
-    code = re.findall(r"`([^`\n]+)`", FENCE.sub("", PAGE)) + [
-        body for *_, body in FENCE.findall(PAGE)
-    ]
+@pytest.mark.parametrize("name", PAGES)
+def test_names_exist(name):
+    bodies = [body for *_, body in FENCE.findall(PAGES[name])]
+    code = re.findall(r"`([^`\n]+)`", FENCE.sub("", PAGES[name])) + bodies
     names = {name for text in code for name in re.findall(r"\bfastdp(?:\.\w+)+", text)}
-    assert "fastdp.DataParallel" in names
-    for name in names - {"fastdp.py"}:
+    assert "fastdp.DataParallel" in names or name != "migrating.md"
+    for dotted in names:
         thing = fastdp
-        for part in name.split(".")[1:]:
+        for part in dotted.split(".")[1:]:
             thing = getattr(thing, part)
 
 
