@@ -202,7 +202,6 @@ class _Surgery:
     def undo(self) -> None:
         global _current
         _current = None
-        self.holders.clear()
         vars(sys.modules[__package__])["DataParallel"] = _Fast
         if self._code is not None and self._function.__code__ is _SHIM:
             self._function.__code__ = self._code

@@ -204,7 +204,4 @@ def _is_ours(frame: types.FrameType) -> bool:
 def _report(handle: Patch, process: int) -> None:
     # A forked child that ends as if it were the script reports nothing.
     if os.getpid() == process and sys.stderr is not None:
-        try:
-            print(handle.report(), file=sys.stderr, flush=True)
-        except (OSError, ValueError):
-            pass  # closed by the script, or by who reads
+        print(handle.report(), file=sys.stderr, flush=True)
