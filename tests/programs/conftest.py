@@ -2,9 +2,13 @@
 
 import importlib
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+from programs import vision
 
 
 @pytest.fixture(autouse=True)
@@ -17,17 +21,32 @@ def _small_and_quiet():
     torch.set_num_threads(threads)
 
 
+def missing(what):
+    """Skips, but fails where `make test` has installed all libraries."""
+    if Path(sys.prefix, "fastdp-programs-ready").exists():
+        pytest.fail(f"{what}, though it was installed")
+    pytest.skip(what)
+
+
 @pytest.fixture
 def library():
-    """library(name): the module; the test is skipped, with what is missing, where it is not."""
+    """library(name): the module; where it is missing the test is skipped and says so."""
 
     def find(name):
         try:
             return importlib.import_module(name)
         except ImportError as error:
-            pytest.skip(f"{name} cannot be imported: {error}")
+            missing(f"{name} cannot be imported: {error}")
 
     return find
+
+
+@pytest.fixture
+def torchvision():
+    try:
+        return vision.find()
+    except ImportError as error:
+        missing(f"torchvision cannot be used: {error}")
 
 
 @pytest.fixture(scope="session")

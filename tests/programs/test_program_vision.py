@@ -15,14 +15,6 @@ from programs.sides import check, inner, weights
 SIZE = 32
 
 
-@pytest.fixture
-def torchvision():
-    try:
-        return vision.find()
-    except ImportError as error:
-        pytest.skip(f"torchvision cannot be used: {error}")
-
-
 def test_overlaps_are_suppressed():
     """What stands in for torchvision's own operator where that does not load."""
     boxes = [[0, 0, 4, 4], [0, 0, 4, 3], [2, 0, 6, 4], [9, 9, 10, 10], [0, 0, 4, 4]]
