@@ -30,7 +30,7 @@ __all__ = ["main"]
 
 # Those that the table of environment variables has become options: FASTDP_TRANSPORT is --transport.
 # FASTDP_LOG is none: it is read when fastdp is imported, which was before.
-_OPTIONS = ("engine", "transport", "unused_grad", "bucket_bytes", "timeout_ms", "nccl")
+_OPTIONS = ("engine", "transport", "overlap", "unused_grad", "bucket_bytes", "timeout_ms", "nccl")
 
 
 def main(arguments: List[str]) -> Optional[int]:
