@@ -14,7 +14,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 import torch
 
 from . import _C, environment
-from .streams import distinct
+from .streams import distinct, open_peers
 
 # A broadcast that takes longer is hidden. With the sums on the way back, twice that is exposed.
 _EXPOSED_S = 200e-6
@@ -50,6 +50,7 @@ def _bytes_per_s(devices: Tuple[torch.device, ...], transport: Optional[str]) ->
 
 
 def _measured(devices: Tuple[torch.device, ...], transport: Optional[str]) -> float:
+    open_peers(devices)
     source = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=devices[0])
     flats = tuple(torch.empty_like(source, device=device) for device in devices[1:])
     bucket = _C.Bucket((source,), None, transport)

@@ -86,6 +86,15 @@ def wait_for(then: torch.cuda.Stream, first: torch.cuda.Stream) -> None:
     then.wait_event(event)
 
 
+def open_peers(devices: Sequence[torch.device]) -> None:
+    """torch opens its memory to peers itself, at its first copy between two GPUs: memory that it
+    maps piece by piece (expandable segments) can be opened by nobody else."""
+    for source in devices:
+        for target in devices:
+            if source != target:
+                torch.empty(1, device=source).to(target)
+
+
 class Snapshot:
     """The streams that are current on some devices now: a forward's compute streams, kept for its
     backward."""
@@ -123,6 +132,7 @@ class Communication:
         self.devices = distinct(devices)
         self.home = devices[0]
         self.apart = beside and len(self.devices) > 1
+        self._is_open = False
         self._streams: List[torch.cuda.Stream] = []
         self._arrived: List[List[torch.cuda.Event]] = [[] for _ in self.devices]
         self._used: Dict[Any, torch.cuda.Stream] = {}
@@ -131,8 +141,12 @@ class Communication:
 
     def open(self) -> None:
         """At the first use: makes the streams."""
-        if self.apart and not self._streams:
-            self._open()
+        if self._is_open:
+            return
+        open_peers(self.devices)
+        if self.apart:
+            self._streams = [torch.cuda.Stream(device, priority=-1) for device in self.devices]
+        self._is_open = True
 
     def begin(self) -> Optional[Snapshot]:
         """Before a forward's broadcasts, after their flat buffers were taken: the communication
@@ -151,14 +165,6 @@ class Communication:
             wait_for(self._streams[self.devices.index(stream.device)], stream)
         self._release(0)
         return compute
-
-    def _open(self) -> None:
-        """torch opens its memory to peers itself, at its first copy between two GPUs: memory that
-        it maps piece by piece (expandable segments) can be opened by nobody else."""
-        for source in self.devices:
-            for target in self.devices:
-                torch.empty(1, device=source).to(target)
-        self._streams = [torch.cuda.Stream(device, priority=-1) for device in self.devices]
 
     def current(self) -> ContextManager[Any]:
         """Around a broadcast: the communication streams are current."""
