@@ -58,18 +58,24 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
         return tree
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
-        pairs = [(name, getattr(tree, name)) for name in names]
-        changed = [(name, value, map_tensors(value, change)) for name, value in pairs]
-        if any(new is not old for _, old, new in changed):
+        fields = [(name, map_tensors(getattr(tree, name), change)) for name in names]
+        if any(value is not getattr(tree, name) for name, value in fields):
             tree = copy.copy(tree)
-            for name, _, new in changed:
-                object.__setattr__(tree, name, new)
+            for name, value in fields:
+                object.__setattr__(tree, name, value)
         return tree
     if isinstance(tree, (tuple, list)):
         items = [map_tensors(item, change) for item in tree]
         if all(new is old for new, old in zip(items, tree)):
             return tree
-        if is_namedtuple(tree):
-            return type(tree)._make(items)
-        return type(tree)(items)
+        if isinstance(tree, list):
+            tree = copy.copy(tree)  # a kind of list may want more than its items
+            tree[:] = items
+            return tree
+        return with_items(tree, items)
     return tree
+
+
+def with_items(tree: Any, items: Iterable[Any]) -> Any:
+    """A tuple, named tuple or list of the same type with other items."""
+    return type(tree)._make(items) if is_namedtuple(tree) else type(tree)(items)

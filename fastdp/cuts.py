@@ -211,8 +211,8 @@ def scatter_arguments(
             if not any(sizes):
                 devices = devices[:1]
     cut = Cut(devices, dim, rules, batch, pieces, surprises)
-    rows = cut.trees(tuple(inputs), "inputs") if inputs else []
-    named = cut.trees(kwargs, "kwargs") if kwargs else []
+    rows = list(cut.trees(tuple(inputs), "inputs")) if inputs else []
+    named = list(cut.trees(kwargs, "kwargs")) if kwargs else []
     if found[0] and not found[1]:
         named = named[: len(rows)]
     elif found[1] and not found[0]:
@@ -221,7 +221,7 @@ def scatter_arguments(
     rows.extend(() for _ in range(used - len(rows)))
     named.extend({} for _ in range(used - len(named)))
     if surprises is not None and sizes:
-        if sizes.count(batch) < len(sizes):
+        if sizes.count(sizes[0]) < len(sizes):
             surprises.unequal(_tensor_places(inputs, kwargs, rules), dim, replicas)
         if 0 < used < replicas and batch and not callable(rules.chunk_sizes):
             surprises.idle(used, replicas, batch)

@@ -4,7 +4,7 @@ sentences that diagnostics print, is the core's (csrc/env.c, `fastdp._C.env_tabl
 from __future__ import annotations
 
 import os
-from typing import Optional
+from typing import Any, Optional
 
 UNUSED_GRADS = ("zero", "none")
 OVERLAPS = ("auto", "always", "never")
@@ -53,6 +53,7 @@ def engine(option: Optional[str]) -> str:
 
 def bucket_bytes(option: Optional[int]) -> int:
     """The keyword `bucket_bytes`, else FASTDP_BUCKET_BYTES, else 25 MiB."""
+    value: Any
     name, value = "bucket_bytes", option
     if value is None:
         name, value = "FASTDP_BUCKET_BYTES", os.environ.get("FASTDP_BUCKET_BYTES") or None

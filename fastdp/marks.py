@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Tuple
 
-from .containers import is_namedtuple, rebuild_dict
+from .containers import rebuild_dict, with_items
 
 __all__ = ["Replicated"]
 
@@ -57,5 +57,5 @@ def _unmarked(tree: Any) -> Any:
         items = [_unmarked(item) for item in tree]
         if all(new is old for new, old in zip(items, tree)):
             return tree
-        return type(tree)._make(items) if is_namedtuple(tree) else type(tree)(items)
+        return with_items(tree, items)
     return tree

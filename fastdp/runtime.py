@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import nullcontext
-from typing import Any, Callable, ContextManager, List, Sequence, Tuple
+from typing import Any, Callable, ContextManager, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -28,7 +28,11 @@ class Runtime:
     """Made at a wrapper's first forward; in no copy or pickle of it, and knows nothing of it."""
 
     def __init__(
-        self, module: nn.Module, devices: Sequence[torch.device], options: Any, weak: bool = False
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        options: Tuple[int, str, Optional[str]],
+        weak: bool = False,
     ) -> None:
         self.devices = tuple(devices)
         self.device_ids: Sequence[Any] = ()  # as the wrapper wrote them

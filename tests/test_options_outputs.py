@@ -25,6 +25,14 @@ class Fields:
     extra: object = None
 
 
+class Items(list):
+    """A list that cannot be made of its items alone."""
+
+    def __init__(self, name, items):
+        super().__init__(items)
+        self.name = name
+
+
 class Mine(dict):
     """A dictionary that cannot be made of its items alone."""
 
@@ -100,6 +108,7 @@ KINDS = {
     "dict": lambda x, kept: {"y": x, "kept": kept},
     "mine": lambda x, kept: Mine("name", {"y": x, "kept": kept}),
     "list": lambda x, kept: [x, kept],
+    "items": lambda x, kept: Items("name", [x, kept]),
     "tuple": lambda x, kept: (x, (kept,)),
     "namedtuple": Pair,
     "dataclass": Fields,
