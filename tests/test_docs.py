@@ -655,6 +655,13 @@ def test_options_that_no_block_shows():
     same(wrap(OURS, module, transport="local")(ints(4, 3)), module(ints(4, 3)))
 
 
+def test_the_engine_says_why_nothing_is_recorded_on_the_host():
+    module = linear()
+    dp = fastdp.DataParallel(module, device_ids=["cpu", "cpu"], engine="auto")
+    same(dp(ints(4, 3)), module(ints(4, 3)))
+    assert "on the host, where there is nothing to record" in str(dp.report())
+
+
 def test_warnings_come_once_for_each_argument():
     dp = wrap(OURS, Apply(lambda self, x, names: x))
     with pytest.warns(fastdp.DataParallelWarning, match="split_lists"):
