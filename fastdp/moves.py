@@ -11,20 +11,17 @@ from typing import Any, FrozenSet, Iterable, Optional, Sequence, Set, Tuple
 import torch
 
 from . import _C
+from .streams import open_peers
 
 _opened: Set[FrozenSet[torch.device]] = set()
 
 
 def open_memory(devices: Iterable[torch.device]) -> None:
-    """Before the first move between some GPUs. torch opens its memory to peers itself, at its first
-    copy between two GPUs: memory that it maps piece by piece (expandable segments) can be opened by
-    nobody else."""
+    """Before the first move between some GPUs, which may come before any of the parameters."""
     gpus = frozenset(device for device in devices if device.type == "cuda")
     if len(gpus) < 2 or gpus in _opened:
         return
-    for source in gpus:
-        for target in gpus - {source}:
-            torch.empty(1, device=source).to(target)
+    open_peers(tuple(gpus))
     _opened.add(gpus)
 
 
