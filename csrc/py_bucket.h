@@ -1,5 +1,5 @@
-/* The type Bucket: a plan (bucket.h) made for a tuple of tensors. It keeps no tensor. Immutable, but for
- * what it remembers of its buffers, so any thread may use it. */
+/* The type Bucket: a plan (bucket.h) made for a tuple of tensors. It keeps no tensor. Immutable, but
+ * for what it remembers of its buffers, so any thread may use it. */
 #ifndef FDP_PY_BUCKET_H
 #define FDP_PY_BUCKET_H
 
