@@ -128,6 +128,11 @@ def _abandon(graph: Any, device: torch.device, pool: Any) -> None:
     _torch_compat.end_pool(device, pool)
 
 
+def under_way() -> bool:
+    """Whether the caller's current stream is being captured, by whomever."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def reason_against(devices: Sequence[torch.device]) -> str:
     """Why nothing can be recorded on these devices with this torch, or ""."""
     kinds: Tuple[str, ...] = tuple({device.type for device in devices})

@@ -9,6 +9,9 @@ import torch
 from .devices import parse_device
 from .streams import distinct
 
+# What `Engine.shortcut` gives where it cannot help.
+NOTHING = object()
+
 # Forwards of a warm-up: those that an engine watches, and the one that it records.
 _WARM_UPS = 4
 
@@ -30,6 +33,16 @@ def find_obstacle(wrapper: Any, method: Optional[str]) -> str:
     if parse_device(wrapper.output_device, "output_device") != wrapper.src_device_obj:
         return "output_device is not device_ids[0]"
     return ""
+
+
+def can_be_known_whole(wrapper: Any, method: Optional[str]) -> bool:
+    """Whether arguments that are alike are cut alike, and nothing stands against recording."""
+    from .wrapper import DataParallel
+
+    own = type(wrapper).scatter is not DataParallel.scatter or "scatter" in wrapper.__dict__
+    plain = wrapper.chunk_sizes is None and not wrapper.split_lists
+    plain = plain and not wrapper.replicate_scalars
+    return plain and not own and not find_obstacle(wrapper, method)
 
 
 def warm_up(wrapper: Any, inputs: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Callable, ContextManager, Dict, Hashable, List, Optional
 import torch
 
 from . import _torch_compat, captures, signatures
+from .engine_choice import NOTHING
 from .plans import Source
 from .recordings import Recording
 from .signatures import EngineError, NotRecordable
@@ -84,6 +85,8 @@ class _Entry:
         self.note = ""  # why the last step was not the recorded one, for this once
         self.snapshot: Any = None
         self.recording: Optional[Recording] = None
+        self.place: Hashable = None  # of the module's tensors, as recorded
+        self.ranks = 0
         self.trial: Optional[_Trial] = None
         self.times: Optional[Tuple[float, float]] = None
 
@@ -111,6 +114,8 @@ class Engine:
         self._against = "" if recorder else captures.reason_against(replicator.devices)
         self._recorder = recorder
         self._entries: "OrderedDict[Hashable, _Entry]" = OrderedDict()
+        # Recorded signatures, by what can be known of them before arguments are cut.
+        self._whole: Dict[Hashable, _Entry] = {}
         self._last: Optional[_Entry] = None
         self._made = 0
         self._lock = threading.Lock()
@@ -130,16 +135,56 @@ class Engine:
         dim: int,
         obstacle: str,
         eager: Callable[[], Any],
+        whole: Optional[Tuple[Hashable, List[torch.Tensor]]] = None,
     ) -> Any:
         """The outputs of this step, by whichever engine. `obstacle` is what in the wrapper itself
-        stands against recording, or ""."""
+        stands against recording, or ""; `whole` is from `whole_of`, if a step like this may be
+        replayed by `shortcut`."""
         if not self._lock.acquire(blocking=False):
             return eager()
         try:
-            act = self._choose(root, rows, named, dim, obstacle, eager)
+            act = self._choose(root, rows, named, dim, obstacle, eager, whole)
         finally:
             self._lock.release()
         return act()
+
+    def shortcut(
+        self, root: torch.nn.Module, whole: Tuple[Hashable, List[torch.Tensor]], dim: int
+    ) -> Any:
+        """The outputs of a recorded step for arguments that are not cut yet (`whole_of`), or
+        NOTHING: then `forward` decides, with cut ones."""
+        if not self._lock.acquire(blocking=False):
+            return NOTHING
+        try:
+            key, tensors = whole
+            entry = self._whole.get(key)
+            if entry is None or entry.recording is None or entry.trial is not None:
+                return NOTHING
+            if entry.recording.busy() or entry.snapshot.differs() is not None:
+                return NOTHING
+            source = self._replicator.source(entry.ranks, _wants_gradients(), dim)
+            if _place_of(source) != entry.place:
+                return NOTHING
+            self._last = entry
+            entry.steps["graph"] += 1
+            return entry.recording.run_whole(tensors, source.tensors)
+        finally:
+            self._lock.release()
+
+    def whole_of(
+        self, root: torch.nn.Module, inputs: Any, kwargs: Any, dim: int
+    ) -> Optional[Tuple[Hashable, List[torch.Tensor]]]:
+        """What `shortcut` and `forward` know a recorded step by before its arguments are cut; None
+        where nothing can be known."""
+        if self._against or captures.under_way() or _torch_compat.forward_mode_active():
+            return None
+        try:
+            arguments, tensors = signatures.of_whole(inputs, kwargs)
+        except NotRecordable:
+            return None
+        if any(tensor.requires_grad for tensor in tensors) and torch.is_grad_enabled():
+            return None
+        return (arguments, root.training, global_state(), dim), tensors
 
     def report(self) -> List[Dict[str, Any]]:
         """Every signature, in the order in which they were met: engine, steps by each, reason."""
@@ -154,13 +199,20 @@ class Engine:
     # Choosing
 
     def _choose(
-        self, root: Any, rows: Any, named: Any, dim: int, obstacle: str, eager: Callable[[], Any]
+        self,
+        root: Any,
+        rows: Any,
+        named: Any,
+        dim: int,
+        obstacle: str,
+        eager: Callable[[], Any],
+        whole: Any,
     ) -> Callable[[], Any]:
         against = self._against or obstacle
         if against:
             self._refuse(against)
             return eager
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if captures.under_way():
             return eager  # somebody else records this forward
         try:
             key, pieces, source = self._signature(root, rows, named, dim)
@@ -185,25 +237,21 @@ class Engine:
             return lambda: self._run_watched(entry, root, eager)
         if self._eager_for_once(entry):
             return lambda: self._run_eager(entry, eager)
+        if whole is not None and entry.trial is None:
+            if len(self._whole) >= _MAX_SIGNATURES:
+                self._whole.clear()
+            self._whole[whole[0]] = entry
         return self._replay(entry, pieces, source)
 
     def _signature(
         self, root: Any, rows: Any, named: Any, dim: int
     ) -> Tuple[Hashable, Any, Source]:
-        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         devices = self._replicator.devices[: len(rows)]
         if _torch_compat.forward_mode_active():
             raise NotRecordable("forward-mode differentiation is active")
         arguments, pieces = signatures.of_arguments(rows, named, devices)
-        source = self._replicator.source(len(rows), grad, dim)
-        key = (
-            arguments,
-            signatures.of_tensors(source.tensors),
-            source.plan.description,
-            root.training,
-            global_state(),
-            dim,
-        )
+        source = self._replicator.source(len(rows), _wants_gradients(), dim)
+        key = arguments, _place_of(source), root.training, global_state(), dim
         return key, pieces, source
 
     def _entry(self, key: Hashable) -> _Entry:
@@ -212,7 +260,7 @@ class Engine:
             entry = self._entries[key] = _Entry(self._made)
             self._made += 1
             while len(self._entries) > _MAX_SIGNATURES:
-                self._entries.popitem(last=False)
+                self._entries.popitem(last=False)[1].forget()
         self._entries.move_to_end(key)
         return entry
 
@@ -308,11 +356,13 @@ class Engine:
         except Exception as error:
             self._give_up(entry, f"{type(error).__name__}: {error}")
         else:
+            entry.place, entry.ranks = _place_of(source), len(rows)
             if self.kind == "auto":
                 entry.trial = _Trial(recorder)
             self._drop_recordings()
 
     def _drop_recordings(self) -> None:
+        self._whole = {key: e for key, e in self._whole.items() if e.recording is not None}
         kept = 0
         for entry in reversed(self._entries.values()):
             if entry.recording is not None:
@@ -332,6 +382,14 @@ class Engine:
         if reason not in self._logged:
             self._logged.append(reason)
             _log.info("engine: %s", _sentence(reason))
+
+
+def _wants_gradients() -> bool:
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def _place_of(source: Source) -> Hashable:
+    return signatures.of_tensors(source.tensors), source.plan.description
 
 
 def _sentence(reason: str) -> str:

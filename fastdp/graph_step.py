@@ -12,7 +12,7 @@ bucket are complete.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 import torch
 from torch.autograd import Function
@@ -26,9 +26,9 @@ class Call:
     """One forward of a recording, from its replay to its backward or to the end of its graph. While
     it is open the recording's memory is its own."""
 
-    def __init__(self, recording: Any, pieces: List[List[torch.Tensor]], tensors: Any) -> None:
+    def __init__(self, recording: Any, fill: Any, tensors: Any) -> None:
         self.recording = recording
-        self.pieces = pieces
+        self.fill = fill  # puts the arguments into the recording's memory
         self.tensors = tensors
         self.versions: Tuple[int, ...] = ()
         self.compute: Any = None
@@ -74,6 +74,12 @@ class GraphStep(Function):
             return (None, *call.recording.backward(call, gradients))
         finally:
             call.end()
+
+
+def apply_step(call: Call, tensors: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, ...]:
+    """`GraphStep.apply` without its look at each tensor for torch.func's wrappers: a wrapper
+    refuses to run below torch.func."""
+    return super(Function, GraphStep).apply(call, *tensors)
 
 
 class Boundary(Function):

@@ -21,15 +21,15 @@ from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 
-from . import _C, _torch_compat, moves, trees
+from . import _C, _torch_compat, trees
 from .arrays import TORCH
 from .buckets import Bucket, resolved
 from .functions import check_fit
-from .graph_step import Call, GraphStep
+from .graph_step import Call, apply_step
 from .plans import Source
 from .replica_sets import ReplicaSet
 from .signatures import NotRecordable
-from .streams import Snapshot
+from .streams import Snapshot, hold_pinned
 from .tapes import Column, Tape
 
 Tensors = Tuple[torch.Tensor, ...]
@@ -165,16 +165,25 @@ class Recording:
     # A step
 
     def run(self, pieces: List[List[torch.Tensor]], tensors: Tensors) -> Any:
-        """The joined outputs for these arguments, in the tree that gather makes of them."""
-        call = Call(self, pieces, tensors)
+        """The joined outputs for each replica's arguments, in the tree that gather makes of them.
+        `tensors` are the source's as they are now."""
+        wanted = [
+            piece
+            for tape, row in zip(self._tapes, pieces)
+            for piece, wants in zip(row, tape.wants)
+            if wants
+        ]
+        return self._run(wanted, functools.partial(self._fill, pieces), tensors)
+
+    def run_whole(self, arguments: Sequence[torch.Tensor], tensors: Tensors) -> Any:
+        """As `run`, for arguments that are not cut yet and need no gradients: they are cut straight
+        into the replicas' memory."""
+        return self._run([], functools.partial(self._fill_whole, arguments), tensors)
+
+    def _run(self, wanted: List[torch.Tensor], fill: Any, tensors: Tensors) -> Any:
+        call = Call(self, fill, tensors)
         if self._backwards and torch.is_grad_enabled():
-            wanted = [
-                piece
-                for tape, row in zip(self._tapes, pieces)
-                for piece, wants in zip(row, tape.wants)
-                if wants
-            ]
-            outputs = GraphStep.apply(call, *wanted, *[tensors[place] for place in self._learning])
+            outputs = apply_step(call, wanted + [tensors[place] for place in self._learning])
         else:
             outputs = self.forward(call)
             call.end()
@@ -188,16 +197,27 @@ class Recording:
         call.compute = Snapshot(self._devices)
         self._send(call.tensors)
         with torch.no_grad():
-            for tape, row in zip(self._tapes, call.pieces):
-                if row:
-                    torch._foreach_copy_(tape.inputs, [piece.detach() for piece in row])
-        call.pieces = []
+            call.fill()
+        call.fill = None
         for graph in self._forwards:
             graph.replay()
         # The parameters may be written once this returns: after the copies out of them.
         communication.deliver()
         call.versions = _versions(call.tensors[: self._plan.parameter_count])
         return [self._join(column) for column in self._columns]
+
+    def _fill(self, pieces: List[List[torch.Tensor]]) -> None:
+        for tape, row in zip(self._tapes, pieces):
+            if row:
+                torch._foreach_copy_(tape.inputs, [piece.detach() for piece in row])
+
+    def _fill_whole(self, arguments: Sequence[torch.Tensor]) -> None:
+        for argument, pieces in zip(arguments, zip(*[tape.inputs for tape in self._tapes])):
+            if self._joined:
+                _C.scatter(argument.detach(), pieces, self._dim % argument.dim())
+                hold_pinned(argument, self._devices)
+            else:
+                pieces[0].copy_(argument)
 
     def _send(self, tensors: Tensors) -> None:
         """This step's parameters and buffers to all replicas but the first."""
@@ -218,9 +238,17 @@ class Recording:
     def _join(self, column: Column) -> torch.Tensor:
         if not self._joined:
             return column.static[0].clone()
-        dim = self._dim % column.static[0].dim()
-        sources = [TORCH.source(tensor, "outputs") for tensor in column.static]
-        return moves.gather(TORCH, sources, dim, self._home)
+        static = column.static
+        if column.joined is None:
+            dim = self._dim % static[0].dim()
+            shape = list(static[0].shape)
+            shape[dim] = sum(tensor.size(dim) for tensor in static)
+            result = TORCH.joined(static, tuple(shape), self._home)
+            column.joined = tuple(shape), result.stride(), dim
+        shape, strides, dim = column.joined
+        result = torch.empty_strided(shape, strides, dtype=static[0].dtype, device=self._home)
+        _C.gather(tuple(static), result, dim)
+        return result
 
     def backward(self, call: Call, gradients: Sequence[Optional[torch.Tensor]]) -> List[Any]:
         """The gradients of what GraphStep was given."""

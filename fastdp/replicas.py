@@ -108,7 +108,7 @@ class Replicator:
                 raise NotRecordable("a module in it makes its own replicas (scripted, fx or lazy)")
             parameters, buffers, pattern = self._tree.collect()
             tensors = parameters + buffers
-            plan = self._plan(root, tensors, pattern, len(parameters), ranks, grad, recorded=True)
+            plan = self._plan(root, tensors, pattern, len(parameters), ranks, grad)
             if plan.alone:
                 raise NotRecordable("it has sparse parameters or buffers")
             devices, held = self.devices[:ranks], self._while_same(self._tree)
@@ -212,18 +212,17 @@ class Replicator:
         parameter_count: int,
         ranks: int,
         differentiable: bool,
-        recorded: bool = False,
     ) -> Plan:
         description = described(tensors, root, self.devices[0]) + pattern
         description += self._rnn_weights.describe()
-        key = (ranks, differentiable, "recorded") if recorded else (ranks, differentiable)
+        key = ranks, differentiable
         plan = self._plans.get(key)
         if plan is None or plan.description != description:
             check_tensors(root)
             check_home(tensors, self.devices[0])
             devices = self.devices[:ranks]
             alone = [place for place, tensor in enumerate(tensors) if is_sparse(tensor)]
-            communication, limit_bytes = self._way(tensors, devices, recorded)
+            communication, limit_bytes = self._way(tensors, devices)
             buckets = make_buckets(
                 tensors,
                 set(alone),
@@ -240,13 +239,12 @@ class Replicator:
         return plan
 
     def _way(
-        self, tensors: Tensors, devices: Sequence[torch.device], recorded: bool
+        self, tensors: Tensors, devices: Sequence[torch.device]
     ) -> Tuple[Communication, int]:
-        """What the moves run on, and how large a bucket may be. Beside compute costs a recording
-        nothing, as its waits are recorded too. In line nothing is gained by more buckets than one,
-        unless the limit is the user's wish."""
+        """What the moves run on, and how large a bucket may be. In line nothing is gained by more
+        buckets than one, unless the limit is the user's wish."""
         dense = [tensor for tensor in tensors if not is_sparse(tensor)]
-        if recorded or is_worth_hiding(dense, devices, self._transport):
+        if is_worth_hiding(dense, devices, self._transport):
             return self._communication, self._bucket_bytes
         if self._bucket_bytes == DEFAULT_BUCKET_BYTES and len(set(devices)) > 1:
             size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in dense)

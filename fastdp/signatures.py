@@ -8,7 +8,7 @@ watch.py.
 from __future__ import annotations
 
 import enum
-from typing import Any, Callable, Hashable, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -51,12 +51,25 @@ def of_arguments(
     return tuple(key), tensors
 
 
-def _walk(tree: Any, found: List[torch.Tensor], path: str, device: torch.device) -> Hashable:
+def of_whole(
+    inputs: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Tuple[Hashable, List[torch.Tensor]]:
+    """The signature of arguments that are not cut yet, and their tensors in order, which is that of
+    each replica's pieces. Raises as `of_arguments`."""
+    found: List[torch.Tensor] = []
+    key = _walk(tuple(inputs), found, "input", None), _walk(kwargs, found, "input", None)
+    return key, found
+
+
+def _walk(
+    tree: Any, found: List[torch.Tensor], path: str, device: Optional[torch.device]
+) -> Hashable:
     kind = type(tree)
     if isinstance(tree, torch.Tensor):
         _check_tensor(tree, path, device)
         found.append(tree)
-        return kind, tree.shape, tree.stride(), tree.dtype, tree.requires_grad
+        place = tree.device if device is None else None
+        return kind, tree.shape, tree.stride(), tree.dtype, tree.requires_grad, place
     if isinstance(tree, _CONSTANTS):
         # 1 == 1.0 == True, and nan != nan: the type and the written form tell them apart.
         return kind, repr(tree) if kind in (float, complex) else tree
@@ -82,12 +95,12 @@ def _key_of(name: Any, path: str) -> Hashable:
     return type(name), name
 
 
-def _check_tensor(tensor: torch.Tensor, path: str, device: torch.device) -> None:
+def _check_tensor(tensor: torch.Tensor, path: str, device: Optional[torch.device]) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise NotRecordable(f"{path} is a {type(tensor).__name__}, a class of its own")
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         raise NotRecordable(f"{path} is sparse, or lazily conjugated or negated")
-    if tensor.device != device:
+    if device is not None and tensor.device != device:
         raise NotRecordable(f"{path} lies on {tensor.device}, not on its replica's {device}")
 
 

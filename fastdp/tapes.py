@@ -27,6 +27,7 @@ class Column:
             raise NotRecordable(f"{path} requires gradients on some replicas only")
         self.gradients = [torch.zeros_like(t) for t in tensors] if self.differentiable else []
         self.static: List[torch.Tensor] = []
+        self.joined: Any = None  # shape, strides and dimension of what they are joined into
         self.cut: List[torch.Tensor] = []
 
     def settle(self, joined: bool) -> None:

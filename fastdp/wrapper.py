@@ -17,7 +17,7 @@ from .cuts import PLAIN, Rules, scatter_arguments
 from .devices import parse_device, parse_devices
 from .losses import anchored, weigh
 from .marks import unmarked
-from .engine_choice import find_obstacle, warm_up
+from .engine_choice import NOTHING, can_be_known_whole, find_obstacle, warm_up
 from .placement import check_one_device, choose_devices, public_device, tensors_of
 from .plans import check_home
 from .replicas import replicate
@@ -204,6 +204,15 @@ class DataParallel(nn.DataParallel):
                     "copies between devices have no rules for them. Call the module itself there, "
                     "or use torch.autograd"
                 )
+            whole = None
+            if self.engine != "eager" and can_be_known_whole(self, method):
+                # A recorded step that is known by its arguments as they are cuts them itself.
+                engine = self._engine()
+                whole = engine.whole_of(self.module, inputs, kwargs, self.dim)
+                if whole is not None:
+                    outputs = engine.shortcut(self.module, whole, self.dim)
+                    if outputs is not NOTHING:
+                        return outputs
             rows, named = self.scatter(inputs, kwargs, self.device_ids)
             if not rows and not named:
                 # A forward without arguments runs once, on the first device.
@@ -220,14 +229,13 @@ class DataParallel(nn.DataParallel):
 
             if self.engine == "eager":
                 return eager()
-            return self._by_engine(rows, named, method, eager)
+            obstacle = find_obstacle(self, method)
+            return self._engine().forward(
+                self.module, rows, named, self.dim, obstacle, eager, whole
+            )
 
-    def _by_engine(
-        self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str], eager: Any
-    ) -> Any:
-        engine = self._runtime().engine_of(environment.engine(self.engine))
-        obstacle = find_obstacle(self, method)
-        return engine.forward(self.module, rows, named, self.dim, obstacle, eager)
+    def _engine(self) -> Any:
+        return self._runtime().engine_of(environment.engine(self.engine))
 
     def _alone(self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str]) -> Any:
         with self._runtime().watching([self.module]):

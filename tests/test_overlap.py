@@ -89,13 +89,12 @@ def test_the_way_of_a_plan(rates, monkeypatch, limit):
     beside, in_line = (replicator._communication, limit), replicator._in_line
     assert beside[0].apart and not in_line.apart
 
-    def way(wish, devices=GPUS[:2], recorded=False):
+    def way(wish, devices=GPUS[:2]):
         monkeypatch.setenv("FASTDP_OVERLAP", wish)
-        return replicator._way(tensors(size), devices, recorded)
+        return replicator._way(tensors(size), devices)
 
     one_bucket = size if limit == DEFAULT_BUCKET_BYTES else limit
     assert way("always") == beside and way("never") == (in_line, one_bucket)
-    assert way("never", recorded=True) == way("always", recorded=True) == beside
     assert way("always", GPUS[:1]) == (in_line, limit)
 
 
