@@ -274,18 +274,27 @@ static int look_into(fdp_snapshot_maker *maker, Py_ssize_t b, Py_ssize_t entry)
 
 static int note_registered(fdp_snapshot_maker *maker, PyObject *module, PyObject *name)
 {
-  PyObject *dict = fdp_tree_member(module, name), *key, *value;
+  PyObject *attributes = fdp_tree_dict_of(module), *key, *value;
   Py_ssize_t position = 0;
-  int result = dict == NULL ? -1 : 0;
-  while (result == 0 && PyDict_Next(dict, &position, &key, &value))
+  if (attributes == NULL) return -1;
+  /* A scripted module has none. */
+  PyObject *dict = PyDict_GetItemWithError(attributes, name);
+  int result = PyErr_Occurred() ? -1 : 0;
+  while (result == 0 && dict != NULL && PyDict_Check(dict) &&
+         PyDict_Next(dict, &position, &key, &value))
     if (value != Py_None) result = add_id(maker->tensors, value);
-  Py_XDECREF(dict);
+  Py_DECREF(attributes);
   return result;
 }
 
 static int add_module(fdp_snapshot_maker *maker, Py_ssize_t m, PyObject *module)
 {
   fdp_snapshot *snapshot = maker->snapshot;
+  if (PyType_Check(module) || !PyType_SUPPORTS_WEAKREFS(Py_TYPE(module))) {
+    PyErr_Format(PyExc_TypeError, "modules[%zd]: expected a module, not %R", m,
+                 PyType_Check(module) ? module : (PyObject *)Py_TYPE(module));
+    return -1;
+  }
   PyObject *weak = PyWeakref_NewRef(module, NULL), *id = PyLong_FromVoidPtr(module);
   PyObject *index = PyLong_FromSsize_t(m);
   int result = weak == NULL || id == NULL || index == NULL ? -1 : 0;

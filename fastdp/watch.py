@@ -93,10 +93,10 @@ class Watch:
     __slots__ = ("reason", "passing", "_roots", "_listener", "_snapshot", "_states", "__weakref__")
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._listener: Optional[Listener] = None
         self.reason: Optional[str] = None
         self.passing = False
         self._roots = tuple(roots)
-        self._listener: Optional[Listener] = None
         self._snapshot: Any = None
         self._states: Dict[str, Any] = {}
 
@@ -138,8 +138,9 @@ class Watch:
 
     def _end(self) -> None:
         """Also the end of a watch whose block was left by an interrupt between two lines here."""
-        if self._listener is not None:
-            self._listener.stop()
+        listener = getattr(self, "_listener", None)  # none before __init__
+        if listener is not None:
+            listener.stop()
         self._snapshot, self._states, self._roots = None, {}, ()
 
     __del__ = _end
