@@ -13,13 +13,17 @@ PYTHON ?= python3
 ARCH ?= $(if $(wildcard /dev/nvidiactl),native,sm_90)
 ROOT := ../..
 BUILD := build/gpu
-NVCC ?= $(shell $(PYTHON) $(ROOT)/build_tools/toolkit.py --nvcc)
+ifndef NVCC # once, and not at every use
+NVCC := $(shell $(PYTHON) $(ROOT)/build_tools/toolkit.py --nvcc)
+endif
 SANITIZER ?= $(firstword $(wildcard $(dir $(NVCC))compute-sanitizer) compute-sanitizer)
 # What is refused on purpose (no memory, a peer that is open already) is no error of the run.
 SANITIZE := $(SANITIZER) --error-exitcode 99 --report-api-errors no
 TOOLS ?= memcheck initcheck synccheck
-FASTDP_NCCL ?= $(firstword $(wildcard $(addsuffix /libnccl.so.2,$(shell $(PYTHON) -c 'import sys; \
+ifndef FASTDP_NCCL
+FASTDP_NCCL := $(firstword $(wildcard $(addsuffix /libnccl.so.2,$(shell $(PYTHON) -c 'import sys; \
                  print(*(p + "/nvidia/" + d + "/lib" for p in sys.path for d in ("nccl", "cu13")))'))))
+endif
 
 PROGRAMS := gpu_device gpu_transports gpu_nccl cuda_refusals
 CHECKED := test_cuda gpu_device gpu_transports
