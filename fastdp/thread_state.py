@@ -1,9 +1,9 @@
 """What a worker thread takes over from the thread that called the wrapper.
 
 Carried: grad mode, inference mode, autocast (enabled and dtype of each device type, cache), the
-default device (`torch.set_default_device`, `with torch.device(...)`), and on CUDA the current
-stream of the replica's device. Process-wide in torch, so in
-no need of carrying: default dtype, anomaly mode, deterministic mode, matmul precision, the seed.
+default device (`torch.set_default_device`, `with torch.device(...)`), context variables (a copy,
+so that what a forward sets does not reach the next one on that thread), and on CUDA the current
+stream of the replica's device. Process-wide in torch, so in no need of carrying: default dtype, anomaly mode, deterministic mode, matmul precision, the seed.
 Not carried: saved-tensor hooks and torch's function and dispatch modes, which reach replica 0 alone
 (it runs on the caller's thread); the order in which saved tensors are unpacked makes hooks unsafe
 to share with checkpointing.
@@ -12,7 +12,8 @@ to share with checkpointing.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator, Tuple
+import contextvars
+from typing import Any, Callable, Iterator, Tuple
 
 import torch
 
@@ -26,7 +27,7 @@ def _autocast_types() -> Tuple[str, ...]:
 class ThreadState:
     """A snapshot of the calling thread, to be entered on another."""
 
-    __slots__ = ("grad", "inference", "autocast", "cache", "default_device")
+    __slots__ = ("grad", "inference", "autocast", "cache", "default_device", "context")
 
     def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
@@ -37,6 +38,15 @@ class ThreadState:
         ]
         self.cache = torch.is_autocast_cache_enabled()
         self.default_device = _torch_compat.default_device()
+        self.context = contextvars.copy_context()
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """What `work` gives on this thread in this state, among context variables of its own."""
+        return self.context.copy().run(self._run_here, work)
+
+    def _run_here(self, work: Callable[[], Any]) -> Any:
+        with self.entered():
+            return work()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

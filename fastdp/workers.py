@@ -55,8 +55,7 @@ class Job:
         try:
             if self.turn is not None:
                 self.pace.await_turn(self.turn)
-            with self.state.entered():
-                self.result = self.run()
+            self.result = self.state.run(self.run)
         except BaseException as error:  # SystemExit too: the caller is to hear of it
             self.error = replica_error(error, self.rank, self.device, self.run)
         finally:

@@ -1,5 +1,6 @@
 """BEHAVIOUR I: errors of replicas, what the threads carry, calls inside and beside calls."""
 
+import contextvars
 import threading
 
 import pytest
@@ -274,3 +275,28 @@ def test_dropout_backward_uses_the_masks_of_forward(impl):
     out = impl.wrap(nn.Dropout(0.5), 3)(x)
     out.sum().backward()
     same(x.grad, out)
+
+
+@row("I6", why="context variables")
+@pytest.mark.parametrize("n", [2, 3])
+def test_context_variables(fast, n):
+    """Replicas see the caller's; what they set, those on kept threads do not see again."""
+    seen = []
+
+    def forward(self, x):
+        rank = int(x[0, 0])
+        seen.append((rank, value.get()))
+        if rank:
+            value.set(100 + rank)
+            assert value.get() == 100 + rank
+        return self.lin(x)
+
+    value = contextvars.ContextVar("value", default=0)
+    dp = fast.wrap(Apply(forward), n)
+    for given in (None, 5, 6):
+        seen.clear()
+        if given is not None:
+            value.set(given)
+        dp(ranked(n))
+        assert sorted(seen) == [(rank, given or 0) for rank in range(n)]
+        assert value.get() == (given or 0)
