@@ -16,7 +16,8 @@ BUILD := build/gpu
 ifndef NVCC # once, and not at every use
 NVCC := $(shell $(PYTHON) $(ROOT)/build_tools/toolkit.py --nvcc)
 endif
-SANITIZER ?= $(firstword $(wildcard $(dir $(NVCC))compute-sanitizer) compute-sanitizer)
+SANITIZER ?= $(firstword $(wildcard $(addsuffix compute-sanitizer,$(dir $(NVCC)) /usr/local/cuda/bin/)) \
+               compute-sanitizer)
 # What is refused on purpose (no memory, a peer that is open already) is no error of the run.
 SANITIZE := $(SANITIZER) --error-exitcode 99 --report-api-errors no
 TOOLS ?= memcheck initcheck synccheck
