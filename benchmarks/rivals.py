@@ -51,6 +51,8 @@ class MemoryWatch:
 
     def __init__(self, devices: Devices) -> None:
         self._devices = [device for device in distinct(devices) if device.type == "cuda"]
+        if self._devices:
+            torch.cuda.init()  # torch has no statistics before
         for device in self._devices:
             # Under its own device: another one's memory may not be given back.
             with torch.cuda.device(device):
