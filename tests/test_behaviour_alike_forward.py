@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from alike import Table, check, run, trained
-from nets import Apply, grads, ints, linear
+from nets import Apply, ints, linear
 from torch import nn
 
 row = pytest.mark.row
