@@ -36,7 +36,7 @@ import fastdp  # noqa: E402
 from fastdp import functions  # noqa: E402
 
 VERBS = ("scatter", "replicate", "parallel_apply", "gather")
-NODES = ("Gather", "Broadcast")
+NODES = ("Gather", "Land", "Broadcast")
 FORWARD, REST = "forward", "rest of forward"
 PHASES = (
     *("zero_grad", FORWARD, *VERBS, REST, "loss and backward"),

@@ -2,7 +2,8 @@
 
 Each is an ordinary autograd Function whose backward is its partner, so each is differentiable as
 often as one likes. The bytes move in the core (`moves.py`, `buckets.py`). Where no gradient can
-flow, the move is made without a node.
+flow, the move is made without a node. `Land` moves nothing: it is where the copies of a Broadcast
+become tensors of their readers' stream.
 
 Broadcast has one more output than tensors, the token: an empty tensor that every Gather of the same
 forward takes and answers with None. The engine thus visits the node of a bucket none of whose
@@ -12,7 +13,8 @@ parameters were used, which gives them the zeros that nn.DataParallel gives.
 from __future__ import annotations
 
 import warnings
-from typing import Any, Optional, Sequence, Tuple
+from itertools import chain
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch.autograd import Function
@@ -154,22 +156,86 @@ class Broadcast(Function):
     """A bucket's tensors, once for each rank: count * ranks outputs, rank by rank, and the token.
     With `home`, rank 0's are the inputs themselves under new names (same memory and version
     counter, so that a graph through them raises after an in-place update). `flats` are the buffers
-    for the copies (`Bucket.take`), `compute` the forward's compute streams."""
+    for the copies (`Bucket.take`), `compute` the forward's compute streams. For each rank in
+    `landings` the output is one empty tensor, the link; its copies are left there for `Land`."""
 
     @staticmethod
     def forward(
-        ctx: Any, bucket: Bucket, home: bool, flats: Any, compute: Any, *tensors: torch.Tensor
+        ctx: Any,
+        bucket: Bucket,
+        home: bool,
+        flats: Any,
+        compute: Any,
+        landings: Dict[int, Tensors],
+        *tensors: torch.Tensor,
     ) -> Tensors:
         ctx.set_materialize_grads(False)
         ctx.bucket, ctx.compute = bucket, compute
-        return (*bucket.copies(tensors, home, flats), torch.empty(0, device=bucket.device))
+        ctx.linked = ()
+        outputs: Sequence[torch.Tensor] = bucket.copies(tensors, home, flats)
+        if landings:
+            ctx.linked = [rank in landings for rank in range(len(outputs) // bucket.count)]
+            outputs = _landed(outputs, bucket, landings)
+        return (*outputs, torch.empty(0, device=bucket.device))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Optional[torch.Tensor]) -> Any:
         flat = ctx.bucket.take_for_sums()  # before the waits, as in a forward
+        gradients = _unpacked(gradients[:-1], ctx.linked, ctx.bucket.count)
         with ctx.bucket.communication.in_backward(ctx.compute, gradients):
-            sums = _reduced(ctx.bucket, ctx.compute, flat, gradients[:-1])
-        return (None, None, None, None, *sums)
+            sums = _reduced(ctx.bucket, ctx.compute, flat, gradients)
+        return (None, None, None, None, None, *sums)
+
+
+def _landed(
+    copies: Sequence[torch.Tensor], bucket: Bucket, landings: Dict[int, Tensors]
+) -> List[torch.Tensor]:
+    """The outputs of a broadcast some of whose ranks are linked."""
+    outputs: List[torch.Tensor] = []
+    for start in range(0, len(copies), bucket.count):
+        rank, row = start // bucket.count, copies[start : start + bucket.count]
+        if rank in landings:
+            landings[rank] = tuple(row)
+            row = [torch.empty(0, device=bucket.devices[rank])]
+        outputs.extend(row)
+    return outputs
+
+
+def _unpacked(gradients: Gradients, linked: Sequence[bool], count: int) -> Gradients:
+    """Those of each copy, rank by rank, of those of the outputs."""
+    if not linked:
+        return gradients
+    rest = iter(gradients)
+    rows: List[Sequence[Optional[torch.Tensor]]] = []
+    for is_linked in linked:
+        if is_linked:
+            parcel = next(rest)
+            rows.append((None,) * count if parcel is None else parcel.fastdp_gradients)
+        else:
+            rows.append([next(rest) for _ in range(count)])
+    return tuple(chain.from_iterable(rows))
+
+
+class Land(Function):
+    """One rank's copies of a bucket: `copies`, which nobody else holds, as outputs of a node whose
+    stream is that of their readers. The gradients of all go back to `Broadcast` by one edge, its
+    link, as an attribute of an empty tensor. One by one they would cost the host an event and a
+    wait each wherever they go to another stream (the engine makes them), and hold back memory. An
+    attribute travels with its tensor, so each backward has its own; and the sum is made of the
+    gradients themselves, so that it is differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: Tensors, link: torch.Tensor) -> Tensors:
+        ctx.set_materialize_grads(False)
+        ctx.like = link.dtype, link.device
+        return copies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Optional[torch.Tensor]) -> Any:
+        dtype, device = ctx.like
+        parcel = torch.empty(0, dtype=dtype, device=device)
+        parcel.fastdp_gradients = gradients
+        return None, parcel
 
 
 class Reduce(Function):
@@ -191,7 +257,7 @@ class Reduce(Function):
         with bucket.communication.in_backward(ctx.compute, gradients):
             flats = bucket.take(False)
             if torch.is_grad_enabled():
-                copies = Broadcast.apply(bucket, False, flats, ctx.compute, *gradients)[:-1]
+                copies = Broadcast.apply(bucket, False, flats, ctx.compute, {}, *gradients)[:-1]
             else:
                 copies = bucket.copies(gradients, False, flats)
         present = zip(copies, ctx.present)

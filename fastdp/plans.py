@@ -4,15 +4,16 @@ each is in, and how its copies find their places. Also what cannot travel, said 
 
 from __future__ import annotations
 
+from itertools import islice
 from operator import itemgetter
-from typing import Any, Callable, Iterable, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from . import _C, _torch_compat
 from .buckets import Bucket, is_sparse, resolved
-from .functions import Broadcast
+from .functions import Broadcast, Land
 from .streams import Communication
 
 Tensors = Tuple[torch.Tensor, ...]
@@ -37,6 +38,11 @@ class Plan:
         self.alone = alone
         self.parameter_count = parameter_count
         self._devices = devices
+        # The ranks whose gradients go to another stream: each lands as a whole.
+        home = devices[0]
+        self._linked = [
+            rank for rank, device in enumerate(devices) if communication.apart or device != home
+        ]
         places = [place for bucket in buckets for place in bucket.places] + alone
         order = sorted(range(len(places)), key=places.__getitem__)
         self._in_order = order != list(range(len(order)))
@@ -54,18 +60,22 @@ class Plan:
             flats = [bucket.take(True) for bucket in self.buckets]
         compute = communication.begin()
         as_nodes = _torch_compat.forward_mode_active()
+        made = []
         with communication.current():
             for k, bucket in enumerate(self.buckets):
                 chosen = [tensors[place] for place in bucket.places]
+                landings: Dict[int, Tensors] = {}
                 if as_nodes or differentiable and bucket.requires_grad:
-                    copies = Broadcast.apply(bucket, True, flats[k], compute, *chosen)
+                    landings = dict.fromkeys(self._linked, ())
+                    copies = Broadcast.apply(bucket, True, flats[k], compute, landings, *chosen)
                     tokens.append(copies[-1])
                     _torch_compat.run_early(copies[-1].grad_fn)
                 else:
                     copies = bucket.copies(chosen, True, flats[k])
                 communication.mark(k)
-                for rank, row in enumerate(rows):
-                    row.extend(copies[rank * bucket.count : (rank + 1) * bucket.count])
+                made.append((bucket, copies, landings))
+        for bucket, copies, landings in made:
+            _share_out(bucket, copies, landings, rows)
         for place in self.alone:
             for rank, (row, device) in enumerate(zip(rows, self._devices)):
                 tensor = tensors[place]
@@ -74,6 +84,23 @@ class Plan:
         cut = self.parameter_count
         keeps_none = any(bucket.keeps_none for bucket in self.buckets)
         return [(row[:cut], row[cut:]) for row in ordered], () if keeps_none else tuple(tokens)
+
+
+def _share_out(
+    bucket: Bucket,
+    outputs: Sequence[torch.Tensor],
+    landings: Dict[int, Tensors],
+    rows: List[List[torch.Tensor]],
+) -> None:
+    """Puts each rank's copies into its row."""
+    rest = iter(outputs)
+    for rank, row in enumerate(rows):
+        if rank not in landings:
+            row.extend(islice(rest, bucket.count))
+            continue
+        copies = Land.apply(landings[rank], next(rest))
+        _torch_compat.run_early(copies[0].grad_fn)
+        row.extend(copies)
 
 
 class Source(NamedTuple):
