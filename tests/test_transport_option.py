@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from conftest import no_cuda_reason
+from nets import Net, grads, ints, same
 
+import fastdp
 from fastdp import _C
 from fastdp.buckets import Bucket, find_transport
 from fastdp.streams import Communication
@@ -92,3 +95,57 @@ def test_refusals(call, error, words):
     with pytest.raises(error) as raised:
         call()
     assert words in str(raised.value)
+
+
+# The keyword of the wrapper.
+
+
+def trained(ids, transport):
+    """(wrapper, module, reference) after one step with the same numbers."""
+    device = torch.device("cuda", ids[0]) if isinstance(ids[0], int) else HOST
+    module, reference = Net().to(device), Net()
+    dp = fastdp.DataParallel(module, ids, transport=transport)
+    x = ints(6, 3)
+    out, want = dp(x.to(device)), reference(x)
+    same(out, want)
+    out.sum().backward()
+    want.sum().backward()
+    return dp, module, reference
+
+
+@pytest.mark.parametrize("transport", [None, "auto", "local", "host"])
+def test_the_keyword_trains_as_one_module(transport):
+    dp, module, reference = trained(["cpu", "cpu"], transport)
+    same(grads(module), grads(reference))
+    name = "host" if transport == "host" else "local"
+    assert dp.report()["transport"][0] == name
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+def test_a_wrapper_with_an_impossible_keyword_says_so_at_its_forward(transport):
+    words = f"transport={transport} does not join the devices: cpu:0 is no GPU"
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=words):
+            trained(["cpu", "cpu"], transport)
+
+
+@pytest.fixture(params=[(0, 0), (0, 1), (1, 0)], ids=str)
+def ids(request):
+    if no_cuda_reason():
+        pytest.skip(no_cuda_reason())
+    if max(request.param) >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    return list(request.param)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["local", "peer", "host"])
+def test_the_keyword_on_gpus(ids, transport):
+    if transport == "local" and ids[0] != ids[1]:
+        words = "transport=local does not join the devices: cuda:. and cuda:. are different memories"
+        with pytest.raises(NotImplementedError, match=words):
+            trained(ids, transport)
+        return
+    dp, module, reference = trained(ids, transport)
+    same(grads(module), grads(reference))
+    assert dp.report()["transport"] == (transport, "transport asks for it")
