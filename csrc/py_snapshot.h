@@ -16,7 +16,8 @@
 
 /* Containers are looked into this deep: 1 is a container that is an attribute itself. */
 #define FDP_SNAPSHOT_DEPTH 4
-/* Entries of containers in one snapshot. A container with more than are left is known by its
+/* Entries of containers in one snapshot, the dictionaries of children, parameters and buffers not
+ * counted. A container with more than are left is known by its
  * identity and its length. */
 #define FDP_SNAPSHOT_ENTRIES 8192
 

@@ -18,7 +18,7 @@ typedef struct fdp_snapshot_maker {
   PyObject *seen;    /* set: ids of the containers that have a box */
   PyObject *records; /* tuple of classes */
   PyObject *names[3]; /* "_parameters", "_buffers", and the former's second name in a replica */
-  PyObject *dataclass, *deque;
+  PyObject *children, *dataclass, *deque;
   Py_ssize_t left; /* entries of containers that it may still take */
 } fdp_snapshot_maker;
 
@@ -263,11 +263,15 @@ static int look_into(fdp_snapshot_maker *maker, Py_ssize_t b, Py_ssize_t entry)
       make_room(&snapshot->boxes, snapshot->box_count, &snapshot->box_capacity,
                 sizeof(fdp_box)) < 0)
     return -1;
-  if (size > maker->left && kind == FDP_BOX_RECORD) return 0;
-  if (size > maker->left) kind = FDP_BOX_LARGE;
+  /* The model's own structure is always seen. */
+  bool counts = kind != FDP_BOX_TENSORS &&
+                !(box.kind == FDP_BOX_MODULE &&
+                  fdp_tree_is_name(snapshot->entries[entry].key, maker->children));
+  if (counts && size > maker->left && kind == FDP_BOX_RECORD) return 0;
+  if (counts && size > maker->left) kind = FDP_BOX_LARGE;
   fdp_box made = {.object = value, .parent = b, .place = entry, .kind = (fdp_box_kind)kind,
                   .depth = box.depth + 1, .count = size};
-  if (kind != FDP_BOX_LARGE) maker->left -= size;
+  if (counts && kind != FDP_BOX_LARGE) maker->left -= size;
   snapshot->boxes[snapshot->box_count++] = made;
   return 0;
 }
@@ -353,6 +357,8 @@ static int maker_open(fdp_snapshot_maker *maker)
   failed = failed || (maker->seen = PySet_New(NULL)) == NULL;
   if (!failed) maker->dataclass = PyUnicode_InternFromString("__dataclass_fields__");
   failed = failed || maker->dataclass == NULL;
+  if (!failed) maker->children = PyUnicode_InternFromString("_modules");
+  failed = failed || maker->children == NULL;
   for (int i = 0; i < 3; i++)
     failed = failed || (maker->names[i] = PyUnicode_InternFromString(names[i])) == NULL;
   return failed ? -1 : 0;
@@ -369,6 +375,7 @@ int fdp_snapshot_fill(fdp_snapshot *snapshot, fdp_py_state *state, PyObject *mod
   Py_XDECREF(maker.tensors);
   Py_XDECREF(maker.seen);
   Py_XDECREF(maker.dataclass);
+  Py_XDECREF(maker.children);
   Py_XDECREF(maker.deque);
   for (int i = 0; i < 3; i++) Py_XDECREF(maker.names[i]);
   return result;

@@ -449,6 +449,21 @@ def test_a_container_past_the_bound_is_known_by_its_length():
     assert snapshot.differs() == "Linear.few[0] changed from 1 to 2 (modules[0])"
 
 
+def test_a_large_model_is_seen_whole():
+    net = nn.ModuleList(nn.Linear(1, 1) for _ in range(5000))
+    last = net[4999]
+    snapshot = snapshot_of(net)
+    assert snapshot.differs() is None
+    last.bias = None
+    assert snapshot.differs() == "Linear._parameters['bias'] is None now (modules[5000])"
+    last.bias = nn.Parameter(torch.ones(1))
+    former, net[4999] = last, nn.Linear(1, 1)
+    assert snapshot.differs() == "ModuleList._modules['4999'] was replaced (a module) (modules[0])"
+    net[4999] = former
+    last.register_forward_hook(print)
+    assert "Linear._forward_hooks[" in snapshot.differs()
+
+
 def test_containers_that_hold_themselves():
     net = nn.Linear(1, 1)
     net.ring = [1]
