@@ -96,6 +96,12 @@ class CudaRecorder:
                 raise
         return graph
 
+    def mark(self) -> Any:
+        """A point in time of the first device's stream: an event with `query` and `elapsed_time`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.devices[0]))
+        return event
+
     def _synchronize(self) -> None:
         for device in self.devices:
             torch.cuda.synchronize(device)
