@@ -1,12 +1,16 @@
 """BEHAVIOUR A, side by side with torch's own: what a forward does to its own module."""
 
 import copy
+import warnings
 
+import oracle
 import pytest
 import torch
-from alike import Table, check, run, trained
+from alike import Table, alike, check, run, trained
 from nets import Apply, ints, linear
 from torch import nn
+
+import fastdp
 
 row = pytest.mark.row
 
@@ -205,3 +209,50 @@ def is_called_by_a_call_of_its_own(wrap):
 @pytest.mark.parametrize("case", inside.values(), ids=inside.keys())
 def test_a_forward_that(case, fast):
     check(case, fast)
+
+
+# What is not alike yet. On the host: a GPU's flat buffers can be resized, over their neighbours.
+
+
+def on_the_host(module, n=2):
+    return fastdp.DataParallel(module, device_ids=["cpu"] * n)
+
+
+@row("A12")
+@pytest.mark.xfail(strict=True, reason="a slot of a bucket's flat buffer is memory it cannot leave")
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_forward_that_resizes_a_buffer(size):
+    """As observers of quantization do at their first batch, channel by channel."""
+
+    def forward(self, x):
+        self.b.resize_(x.size(1)).copy_(x[0])
+        return self.lin(x) + self.after
+
+    def case(wrap):
+        module = Apply(forward)
+        module.register_buffer("b", torch.zeros(size).double())
+        module.register_buffer("after", torch.ones(2).double())
+        dp = wrap(module)
+        return [dp(ints(4, 3)) for _ in range(2)], module.b, module.after
+
+    alike(case(on_the_host), case(lambda m: oracle.DataParallel(m, device_ids=[0, 1])))
+
+
+@row("E5")
+@pytest.mark.xfail(strict=True, reason="Module._apply asks a replica's parameters for their .grad")
+def test_a_forward_that_moves_itself_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_the_host(Apply(lambda s, x: s.to(x.device).lin(x)))(ints(4, 3))
+
+
+@row("A1")
+@pytest.mark.xfail(strict=True, reason="a cast in forward reaches the replica's parameters")
+def test_a_forward_that_casts_itself_keeps_its_weights_and_their_gradients(fast):
+    """torch's replicas have no parameters to cast: theirs stay as they are, with their graph."""
+
+    def casts_itself(wrap):
+        module = Apply(lambda s, x: s.float().lin(x))
+        return trained(module, wrap(module), ints(4, 3))
+
+    check(casts_itself, fast)

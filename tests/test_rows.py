@@ -73,7 +73,7 @@ def reasons_to_skip(path):
         name = ast.unparse(node.func)
         if name == "pytest.importorskip":
             yield f"without {ast.unparse(node.args[0])}"
-        elif name.endswith((".skip", ".skipif", ".xfail")):
+        elif name.endswith((".skip", ".skipif")):
             given = [k.value for k in node.keywords if k.arg == "reason"] or node.args[:1]
             if given and isinstance(given[0], ast.Constant):
                 yield str(given[0].value)
@@ -85,6 +85,15 @@ def reasons_to_skip(path):
 def test_behaviour_tests_are_skipped_for_want_of_devices_only(path):
     """Reasons made at run time are looked at when the test is skipped (conftest.py)."""
     assert [why for why in reasons_to_skip(path) if not MAY_SKIP.match(why)] == []
+
+
+def test_what_is_not_alike_yet_fails_strictly():
+    """An xfail says why, and fails when the reason is gone."""
+    for path in rows.files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mark.xfail"):
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert given.get("strict") == "True" and len(given["reason"]) > 20, path.name
 
 
 INNER = """
