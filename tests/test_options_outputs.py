@@ -234,7 +234,7 @@ def test_third_derivatives_of_a_sum(fast):
     devices = [fast.device(rank) for rank in range(3)]
     leaves = [torch.tensor(2.0 + k).double().to(d).requires_grad_() for k, d in enumerate(devices)]
     weights = [1.0, -2.0, 0.5]
-    value = sum_losses([leaf**4 for leaf in leaves], weights)
+    value = sum_losses([leaf * leaf * leaf * leaf for leaf in leaves], weights)
     for factor in (4, 12, 24):
         slopes = torch.autograd.grad(value, leaves, create_graph=True)
         power = {4: 3, 12: 2, 24: 1}[factor]
@@ -308,51 +308,53 @@ def test_losses_of_two_kinds_of_devices_are_refused(fast):
 # loss_weighting.
 
 
+def mean_loss(s, x):
+    return s.lin(x).mean()
+
+
+UNLIKE = [[2, 2], [1, 1, 2], [2, 4, 2], [1, 1, 2, 2, 2]]  # each mean is of a power of two
+
+
 @row("C2")
 @pytest.mark.filterwarnings("ignore:Was asked to gather")
-@pytest.mark.parametrize("options", [{}, {"chunk_sizes": [1, 3]}, {"chunk_sizes": [6, 2]}])
-def test_the_mean_of_weighted_losses_is_the_batchs(fast, options):
-    batch = sum(options.get("chunk_sizes", [2, 2]))
-    module, plain = Apply(lambda s, x: s.lin(x).mean()), Apply(lambda s, x: s.lin(x).mean())
-    x = ints(batch, 3) * 12
-    dp = fast.wrap(module, 2, loss_weighting="chunk", **options)
-    losses = dp(x)
-    assert losses.shape == (2,)
-    same(losses.mean(), want := plain(x))
-    losses.mean().backward()
+@pytest.mark.parametrize("sizes", UNLIKE)
+def test_the_mean_of_weighted_losses_is_the_batchs(fast, sizes):
+    module, plain, n = Apply(mean_loss), Apply(mean_loss), len(sizes)
+    x = ints(sum(sizes), 3)
+    losses = fast.wrap(module, n, loss_weighting="chunk", chunk_sizes=sizes)(x)
+    assert losses.shape == (n,)
+    same(losses.sum(), want := plain(x) * n)  # the mean, without its rounding
+    losses.sum().backward()
     want.backward()
     same(grads(module), grads(plain))
+    torch.testing.assert_close(losses.mean().cpu(), plain(x), rtol=1e-15, atol=0)
 
 
 @row("C2")
 @pytest.mark.filterwarnings("ignore:Was asked to gather")
-def test_weights_are_the_shares_of_the_chunks(fast):
-    x = ints(5, 3)
-    unlike = [x[:3].mean() * (3 * 2 / 5), x[3:].mean() * (2 * 2 / 5)]
-    for n, want in (
-        (2, unlike),
-        (5, list(x.mean(1))),
-        (4, [p.mean() * (len(p) * 3 / 5) for p in x.chunk(4)]),
-    ):
-        dp = fast.wrap(Apply(lambda s, x: x.mean()), n, loss_weighting="chunk")
-        same(dp(x), torch.stack(want))
+@pytest.mark.parametrize("batch, n, sizes", [(5, 2, [3, 2]), (5, 5, [1] * 5), (5, 4, [2, 2, 1])])
+def test_weights_are_the_shares_of_the_chunks(fast, batch, n, sizes):
+    x, used = ints(batch, 3), len(sizes)
+    dp = fast.wrap(Apply(lambda s, x: x.sum()), n, loss_weighting="chunk")
+    want = [p.sum() * (size * used / batch) for p, size in zip(x.split(sizes), sizes)]
+    same(dp(x), torch.stack(want))
 
 
 @row("C2")
 @pytest.mark.filterwarnings("ignore:Was asked to gather")
 def test_every_scalar_of_a_nested_output_is_weighted(fast):
     def forward(s, x, weights=None):
-        loss = x.sum() / len(x)
-        out = {"l": loss, "n": (x.sum().long(), Fields(loss, None)), "c": loss + 0j, "y": x}
+        loss = x.sum()
+        out = {"l": loss, "n": (loss.long(), Fields(loss, None)), "c": loss + 0j, "y": x}
         return Pair(out, [loss])
 
-    x = ints(4, 3) * 3
+    x = ints(4, 3)
     dp = fast.wrap(Apply(forward), 2, loss_weighting="chunk", chunk_sizes=[1, 3])
     out = dp(x, weights=fastdp.Replicated(ints(7, 3)))
-    a, b = x.split([1, 3])
-    want = torch.stack([a.sum() / 2, b.sum() / 2])
+    a, b = (piece.sum() for piece in x.split([1, 3]))
+    want = torch.stack([a * 0.5, b * 1.5])
     same(out.a["l"], want)
-    same(out.a["n"][0], torch.stack([a.sum(), b.sum()]).long())
+    same(out.a["n"][0], torch.stack([a, b]).long())
     same(out.a["n"][1].loss, want)
     same(out.a["c"], want + 0j)
     same(out.a["y"], x)
@@ -363,7 +365,7 @@ def test_every_scalar_of_a_nested_output_is_weighted(fast):
 @pytest.mark.filterwarnings("ignore:Was asked to gather")
 @pytest.mark.parametrize("call", ["kwargs", "constants first", "split lists", "marked first"])
 def test_the_batch_is_found_among_any_arguments(fast, call):
-    x = ints(4, 3) * 3
+    x = ints(4, 3)
     options = {"split_lists": True} if call == "split lists" else {}
     arguments = {
         "kwargs": ((), {"x": x}),
@@ -373,11 +375,11 @@ def test_the_batch_is_found_among_any_arguments(fast, call):
     }[call]
 
     def forward(s, x, other=None):
-        return torch.stack(x).mean() if isinstance(x, list) else x.mean()
+        return torch.stack(x).sum() if isinstance(x, list) else x.sum()
 
     dp = fast.wrap(Apply(forward), 2, loss_weighting="chunk", chunk_sizes=[1, 3], **options)
     a, b = x.split([1, 3])
-    same(dp(*arguments[0], **arguments[1]), torch.stack([a.mean() * 0.5, b.mean() * 1.5]))
+    same(dp(*arguments[0], **arguments[1]), torch.stack([a.sum() * 0.5, b.sum() * 1.5]))
 
 
 @row("C2", "B13")
@@ -389,10 +391,10 @@ def test_weights_follow_a_scatter_of_ones_own(fast):
             pieces = [p.to(fast.device(rank)) for rank, p in enumerate(pieces)]
             return [({"skip": "s", "x": p},) for p in pieces], [{}, {}]
 
-    x = ints(4, 3) * 3
-    dp = fast.wrap_as(Own, Apply(lambda s, d: d["x"].mean()), 2, loss_weighting="chunk")
+    x = ints(4, 3)
+    dp = fast.wrap_as(Own, Apply(lambda s, d: d["x"].sum()), 2, loss_weighting="chunk")
     a, b = x.split([1, 3])
-    same(dp(x), torch.stack([a.mean() * 0.5, b.mean() * 1.5]))
+    same(dp(x), torch.stack([a.sum() * 0.5, b.sum() * 1.5]))
 
     class Opaque(fastdp.DataParallel):
         def scatter(self, inputs, kwargs, device_ids):
@@ -406,15 +408,15 @@ def test_weights_follow_a_scatter_of_ones_own(fast):
 
 
 @row("C2", "C13")
-def test_weighted_losses_that_stay_where_they_are(fast):
-    x = ints(4, 3) * 12
-    module, plain = Apply(lambda s, x: s.lin(x).mean()), Apply(lambda s, x: s.lin(x).mean())
-    dp = fast.wrap(module, 2, loss_weighting="chunk", gather_outputs=False, chunk_sizes=[1, 3])
-    losses = dp(x)
-    total = sum_losses(losses, [1 / len(losses)] * len(losses))
-    same(total, plain(x))
+@pytest.mark.parametrize("sizes", UNLIKE)
+def test_weighted_losses_that_stay_where_they_are(fast, sizes):
+    module, plain, n = Apply(mean_loss), Apply(mean_loss), len(sizes)
+    x = ints(sum(sizes), 3)
+    options = {"loss_weighting": "chunk", "gather_outputs": False, "chunk_sizes": sizes}
+    total = sum_losses(fast.wrap(module, n, **options)(x))
+    same(total, want := plain(x) * n)
     total.backward()
-    plain(x).backward()
+    want.backward()
     same(grads(module), grads(plain))
 
 
@@ -425,8 +427,8 @@ def test_calls_without_samples_are_not_weighted(fast):
     bias = linear().bias.sum()
     same(dp(3, None), torch.stack([bias, bias]))
     assert dp().shape == (1,) and dp(ints(0, 3)).shape == (1,)
-    alone = fast.wrap(Apply(lambda s, x: x.mean()), 1, loss_weighting="chunk")
-    same(alone(ints(3, 3)), ints(3, 3).mean())
+    alone = fast.wrap(Apply(lambda s, x: x.sum()), 1, loss_weighting="chunk")
+    same(alone(ints(3, 3)), ints(3, 3).sum())
 
 
 @row("C2")
