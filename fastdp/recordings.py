@@ -302,12 +302,14 @@ class _Sums:
 
     def __init__(self, bucket: Bucket, k: int, tapes: Sequence[Tape]) -> None:
         self.bucket = bucket
+        # A module alone is called directly in eager steps, and nobody makes zeros for it.
+        self._keeps_none = bucket.keeps_none or len(tapes) == 1
         self._packed = tuple(tape.packed[k] for tape in tapes)
         self._ready = [(tape.device, event) for tape in tapes for event in tape.ready[k : k + 1]]
         self._unused: List[int] = []  # slots that no replica has a gradient for
 
     def note_unused(self, present: Sequence[Optional[List[bool]]]) -> None:
-        if self.bucket.keeps_none:
+        if self._keeps_none:
             count = range(self.bucket.count)
             self._unused = [k for k in count if not any(row and row[k] for row in present)]
 
