@@ -172,6 +172,18 @@ def devices(request):
     return lambda n: [0 if request.param == "cuda" else "cpu"] * n
 
 
+@pytest.fixture(params=["cpu", "cpu-twice", "cpu-thrice", "gpu", "gpu-twice", "gpus"])
+def means(request, monkeypatch):
+    """Replicas for the tests of engines (engine_cases.py), on the host and on GPUs."""
+    import engine_cases
+
+    reason = engine_cases.reason_against(request.param)
+    if reason:
+        pytest.skip(reason)
+    with engine_cases.settings(monkeypatch):
+        yield engine_cases.Means(tuple(engine_cases.LISTS[request.param]))
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

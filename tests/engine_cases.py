@@ -1,0 +1,220 @@
+"""What the tests of the engines share: replicas on the host, on one GPU and on two, and pairs of
+wrappers, one recorded and one eager, that take the same steps and have to stay equal to the bit.
+
+On the host a stand-in records (host_recorder.py). Under "auto" the trial's clock stands still, so
+that the recorded step is kept; test_engine_choice.py has clocks that move.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import os
+
+import fastdp
+import torch
+from conftest import no_cuda_reason
+from fastdp import captures, engines
+from host_recorder import HostRecorder
+
+# Deterministic algorithms ask for it, before cuBLAS is first used.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+LISTS = {
+    "cpu": ["cpu"],
+    "cpu-twice": ["cpu"] * 2,
+    "cpu-thrice": ["cpu"] * 3,
+    "gpu": [0],
+    "gpu-twice": [0, 0],
+    "gpus": [0, 1],
+}
+SEVERAL = [name for name, ids in LISTS.items() if len(ids) > 1]
+ON_HOST = [name for name, ids in LISTS.items() if ids[0] == "cpu"]
+ON_GPUS = [name for name, ids in LISTS.items() if ids[0] != "cpu"]
+
+# Eager steps before a signature is recorded.
+WATCHED = engines._WATCHED
+# Steps of each engine that a trial times, in these tests.
+TIMED = 2
+# Steps under "auto" after which a step that is to be recorded is.
+SETTLED = WATCHED["auto"] + 2 * TIMED
+
+
+class StillMark:
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return 0.0
+
+
+class Recorder(HostRecorder):
+    def mark(self):
+        return StillMark()
+
+
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """Where replicas run."""
+
+    ids: tuple
+
+    @property
+    def replicas(self):
+        return len(self.ids)
+
+    @property
+    def home(self):
+        return torch.device("cpu") if self.on_host else torch.device("cuda", self.ids[0])
+
+    @property
+    def on_host(self):
+        return self.ids[0] == "cpu"
+
+    def wrap(self, module, engine="graph", cls=fastdp.DataParallel, **options):
+        wrapped = cls(module.to(self.home), list(self.ids), engine=engine, **options)
+        if self.on_host and engine != "eager":
+            wrapped._runtime().recorder = Recorder()
+        return wrapped
+
+    def twins(self, module, engine="graph", **options):
+        """(recorded, eager) wrappers of equal modules."""
+        twin = copy.deepcopy(module)
+        return self.wrap(module, engine, **options), self.wrap(twin, "eager", **options)
+
+
+def reason_against(name):
+    """Why these means cannot be had here, or None."""
+    ids = LISTS[name]
+    if ids[0] == "cpu":
+        return None
+    if no_cuda_reason():
+        return no_cuda_reason()
+    return None if max(ids) < torch.cuda.device_count() else "needs 2 GPUs"
+
+
+@contextlib.contextmanager
+def settings(monkeypatch):
+    """Around a test of engines: what makes two runs equal, and few steps enough."""
+    monkeypatch.setattr(engines, "_TIMED", TIMED)
+    monkeypatch.setattr(captures.CudaRecorder, "mark", lambda self: StillMark())
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_num_threads(before[1])
+
+
+def steps(wrapped):
+    """{engine: steps that it ran}, of all signatures."""
+    forwards = wrapped.report()["forwards"]
+    return {kind: sum(f["steps"][kind] for f in forwards) for kind in ("eager", "graph")}
+
+
+def reasons(wrapped):
+    """Why the wrapper's forwards were not recorded, as one text."""
+    return "; ".join(wrapped.report()["reasons"])
+
+
+def noise(means, *shape, seed=0, dtype=torch.float64):
+    """Reals, so that another order of sums would show."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(means.home, dtype)
+
+
+def squares(output):
+    """A loss of all tensors in the output that can have gradients."""
+    return sum((t * t.conj()).real.sum() for t in tensors(output) if t.requires_grad)
+
+
+def tensors(tree):
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, dict):
+        tree = [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    return [t for item in tree for t in tensors(item)] if hasattr(tree, "__iter__") else []
+
+
+def identical(got, want, atol=0.0):
+    """Equality, to the bit unless `atol` is given, of two trees of tensors and all else."""
+    assert type(got) is type(want)
+    if isinstance(want, torch.Tensor):
+        assert (got.shape, got.dtype, got.device) == (want.shape, want.dtype, want.device)
+        assert got.requires_grad == want.requires_grad
+        torch.testing.assert_close(got, want, rtol=0, atol=atol, equal_nan=True)
+    elif isinstance(want, dict):
+        assert list(got) == list(want)
+        for key in want:
+            identical(got[key], want[key], atol)
+    elif dataclasses.is_dataclass(want):
+        for field in dataclasses.fields(want):
+            identical(getattr(got, field.name), getattr(want, field.name), atol)
+    elif isinstance(want, (list, tuple)):
+        assert len(got) == len(want)
+        for one, other in zip(got, want):
+            identical(one, other, atol)
+    else:
+        assert got == want
+
+
+class Twins:
+    """A recorded wrapper and an eager one of an equal module, in step."""
+
+    def __init__(self, means, module, engine="graph", lr=1e-2, optimizer=True, atol=0.0, **options):
+        self.atol = atol
+        self.recorded, self.eager = self.both = means.twins(module, engine, **options)
+        self.optimizers = [
+            torch.optim.SGD(dp.parameters(), lr, momentum=0.9) if optimizer else None
+            for dp in self.both
+        ]
+
+    def step(self, *inputs, loss=squares, **kwargs):
+        """One training step of both; the recorded one's output."""
+        outputs = []
+        for dp, optimizer in zip(self.both, self.optimizers):
+            if optimizer is not None:
+                optimizer.zero_grad()
+            outputs.append(dp(*inputs, **kwargs))
+            loss(outputs[-1]).backward()
+        self.check_outputs(*outputs)
+        self.check_gradients()
+        for optimizer in self.optimizers:
+            if optimizer is not None:
+                optimizer.step()
+        self.check_state()
+        return outputs[0]
+
+    def look(self, *inputs, **kwargs):
+        """One forward of both without gradients, as validation has it."""
+        with torch.no_grad():
+            outputs = [dp(*inputs, **kwargs) for dp in self.both]
+        self.check_outputs(*outputs)
+        self.check_state()
+        return outputs[0]
+
+    def each(self, act):
+        """The same done to both modules."""
+        for dp in self.both:
+            act(dp.module)
+
+    def check_outputs(self, got, want):
+        identical(got, want, self.atol)
+
+    def check_gradients(self):
+        wanted = dict(self.eager.module.named_parameters())
+        for name, parameter in self.recorded.module.named_parameters():
+            identical(parameter.grad, wanted[name].grad, self.atol)
+
+    def check_state(self):
+        identical(dict(self.recorded.state_dict()), dict(self.eager.state_dict()), self.atol)
+
+    def ran(self, **counts):
+        """The recorded wrapper's steps by engine were exactly these, and the eager one's eager."""
+        assert steps(self.recorded) == {"eager": 0, "graph": 0, **counts}, str(
+            self.recorded.report()
+        )
+        assert steps(self.eager) == {"eager": 0, "graph": 0}
