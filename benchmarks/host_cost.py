@@ -197,6 +197,46 @@ def replicate() -> Cost:
     )
 
 
+def read() -> Cost:
+    """Of a parameter in a replica on a GPU, whose bucket its stream has waited for. (There is no
+    GPU here: one stream is pretended, as the exchange table of a torch without GPUs does.)"""
+    linear = nn.Linear(4, 4)
+    gate = _C.Gate(0, lambda event: None, lambda index: 0)
+    gate.close([None])
+    replica = nn.Linear(4, 4)
+    awaited = _C.AwaitedDict(gate)
+    awaited.update(replica._parameters)
+    awaited.bucket = 0
+    replica._parameters = awaited
+    return Cost(
+        "read of an awaited parameter",
+        {"floor: of a plain module": lambda: linear.weight, OURS: lambda: replica.weight}
+        | {"nn.Module.get_parameter": lambda: linear.get_parameter("weight")},
+    )
+
+
+def slots() -> Cost:
+    """Of a flat buffer as parameters, by torch's own methods: as on GPUs."""
+    parameters = tuple(_resnet50().parameters())
+    bucket = _C.Bucket(parameters)
+    flat = torch.empty(bucket.size_elems)
+    kinds = (nn.Parameter,) * len(parameters)
+    shapes = bucket.slots
+
+    def one_by_one() -> None:
+        for offset, shape, strides in shapes:
+            slot = flat.as_strided(shape, strides, offset).data
+            slot.__class__ = nn.Parameter
+
+    return Cost(
+        "161 slots of a flat buffer",
+        {
+            OURS: lambda: _C.become(bucket.split(flat), kinds),
+            "as_strided(), .data, a class": one_by_one,
+        },
+    )
+
+
 def _broadcasts() -> Tuple[List[torch.Tensor], Dict[str, Callable[[], Any]]]:
     """The Broadcast node of 161 parameters to two replicas: by fastdp, by torch. Each gives the
     copies, replica by replica."""
@@ -354,7 +394,9 @@ COSTS = (
     empty_call,
     borrow,
     refresh,
+    read,
     replicate,
+    slots,
     broadcast_forward,
     broadcast_backward,
     hand_off,

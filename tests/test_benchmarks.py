@@ -46,7 +46,7 @@ def test_host_cost_measures_every_cost_beside_a_rival(host_cost):
         ways.setdefault(result["cost"], []).append(result["way"])
         assert 0 < result["low_us"] <= result["median_us"] <= result["high_us"]
         assert result["times_fastdp"] > 0
-    assert len(ways) == 10
+    assert len(ways) == 12
     for cost, found in ways.items():
         assert found.count("fastdp") == 1, cost
         assert any("fastdp" not in way and not way.startswith("floor") for way in found), cost
