@@ -16,6 +16,7 @@ the bucket into new memory.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from typing import Any, List, Optional, Sequence, Tuple
 
@@ -24,6 +25,7 @@ import torch
 from . import _C, _torch_compat, trees
 from .arrays import TORCH
 from .buckets import Bucket, resolved
+from .containers import rebuild_dict
 from .functions import check_fit
 from .graph_step import Call, apply_step
 from .plans import Source
@@ -348,16 +350,28 @@ def _map_output(output: Any, take: Any, path: str) -> Any:
         return take([output], path)
     if isinstance(output, dict):
         pairs = [(k, _map_output(v, take, f"{path}[{k!r}]")) for k, v in output.items()]
-        return type(output)(pairs)
+        return rebuild_dict(type(output), pairs, path)
     if trees.is_namedtuple(output):
         items = [_map_output(v, take, f"{path}[{i}]") for i, v in enumerate(output)]
         return type(output)(*items)
     if type(output) in (tuple, list):
         items = [_map_output(v, take, f"{path}[{i}]") for i, v in enumerate(output)]
         return type(output)(items)
-    if output is None or isinstance(output, (bool, int, float, str)):
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return _map_dataclass(output, take, path)
+    if output is None or isinstance(output, (bool, int, float, complex, str, bytes)):
         return output
     raise NotRecordable(f"{path} is a {type(output).__name__}: no container that can be made anew")
+
+
+def _map_dataclass(output: Any, take: Any, path: str) -> Any:
+    """Past the constructor, as gather makes one."""
+    result = object.__new__(type(output))
+    for field in dataclasses.fields(output):
+        if hasattr(output, field.name):
+            value = _map_output(getattr(output, field.name), take, f"{path}.{field.name}")
+            object.__setattr__(result, field.name, value)
+    return result
 
 
 def _without_graph(output: Any, columns: Sequence[Column], rank: int) -> Any:
