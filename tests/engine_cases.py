@@ -135,8 +135,9 @@ def tensors(tree):
     if dataclasses.is_dataclass(tree) and not isinstance(tree, dict):
         tree = [getattr(tree, field.name) for field in dataclasses.fields(tree)]
     if isinstance(tree, dict):
-        tree = tree.values()
-    return [t for item in tree for t in tensors(item)] if hasattr(tree, "__iter__") else []
+        tree = list(tree.values())
+    return [t for item in tree for t in tensors(item)] if isinstance(tree, (list, tuple)) else []
+
 
 
 def identical(got, want, atol=0.0):

@@ -1,5 +1,5 @@
-"""Recorded training steps give the bits of eager ones: outputs, gradients, parameters, buffers, over
-many steps and for many kinds of models; and they are recorded ones."""
+"""Recorded training steps give the bits of eager ones: outputs, gradients, parameters, buffers, for
+many steps and many kinds of models; and they are recorded ones."""
 
 import copy
 
