@@ -48,10 +48,19 @@
 #define FDP_POOL_DEEP_BYTES (INT64_C(64) << 20)
 #endif
 
-/* From this size up a bucket between three or more GPUs is cut into shards (transport_peer.c):
+/* From this size up a bucket between three or more GPUs is cut into shards (peer_leads.h):
  * below it one more hop costs more than the home's link does. */
 #ifndef FDP_PEER_SHARDED_BYTES
 #define FDP_PEER_SHARDED_BYTES (INT64_C(512) << 10)
+#endif
+
+/* Chunk in which a larger bucket passes between two GPUs (peer_leads.h), and how many there are at
+ * most: each costs the host some launches. */
+#ifndef FDP_PEER_CHUNK_BYTES
+#define FDP_PEER_CHUNK_BYTES (INT64_C(16) << 20)
+#endif
+#ifndef FDP_PEER_MAX_CHUNKS
+#define FDP_PEER_MAX_CHUNKS 16
 #endif
 
 /* Piece in which a large copy passes through pinned memory: one is sent while the next arrives. */

@@ -26,6 +26,20 @@ int32_t fdp_span_fill(const fdp_segment *segments, int32_t segment_count, int64_
   return count;
 }
 
+int32_t fdp_span_cut_segments(const fdp_segment *segments, int32_t segment_count, int64_t begin,
+                              int64_t end, fdp_segment *cut) {
+  int32_t count = 0;
+  for (int32_t i = 0; i < segment_count; ++i) {
+    int64_t first = segments[i].offset_bytes, last = first + segments[i].size_bytes;
+    int64_t from = first > begin ? first : begin;
+    int64_t to = last < end ? last : end;
+    if (from >= to) continue;
+    char *tensor = segments[i].tensor;
+    cut[count++] = (fdp_segment){tensor ? tensor + (from - first) : NULL, from, to - from};
+  }
+  return count;
+}
+
 int64_t fdp_span_shard_begin(int64_t size_bytes, int32_t count, int32_t index) {
   assert(count > 0 && index >= 0 && index <= count);
   int64_t blocks = (size_bytes + FDP_ALIGNMENT_BYTES - 1) / FDP_ALIGNMENT_BYTES;

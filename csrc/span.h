@@ -17,6 +17,11 @@ int64_t fdp_span_size_bytes(const fdp_segment *segments, int32_t segment_count);
 int32_t fdp_span_fill(const fdp_segment *segments, int32_t segment_count, int64_t size_bytes,
                       fdp_segment *filled);
 
+/* What of the segments lies in [begin, end), into `cut`, which has room for all. Returns their
+ * number. */
+int32_t fdp_span_cut_segments(const fdp_segment *segments, int32_t segment_count, int64_t begin,
+                              int64_t end, fdp_segment *cut);
+
 /* Where shard `index` of `count` begins: in multiples of FDP_ALIGNMENT_BYTES, the first ones the
  * larger; for index == count the end of the span. Shards of a small span may be empty. */
 int64_t fdp_span_shard_begin(int64_t size_bytes, int32_t count, int32_t index);

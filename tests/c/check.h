@@ -21,6 +21,7 @@ void test_reduce(void);
 void test_bucket(void);
 void test_order(void);
 void test_transport_order(void);
+void test_span(void);
 void test_transports(void);
 void test_memory(void);
 void test_nccl(void);

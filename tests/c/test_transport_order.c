@@ -285,7 +285,7 @@ static int32_t count_idle_waits(scene_verb verb, const char *transport, const ma
   return idle_count;
 }
 
-/* Each has two leads, a target that follows one of them, and one on home's device. Idle are only:
+/* maps[2] has two leads, a target that follows one of them, and one on home's device. Idle are only:
  * - peer's bucket broadcast: in the last three rounds, the hub's two waits for the reads of shards,
  *   which matter to whoever takes that scratch next; and in as many rounds, where it is taken, the
  *   two takers' waits for it, as they have waited for the hub since.
@@ -302,6 +302,11 @@ static void test_left_out_waits(void) {
       CHECK_EQUAL(count_idle_waits((scene_verb)verb, transports[t], &maps[2]),
                   idle_waits[t][verb]);
     }
+  }
+  /* Two devices, whose buckets go in chunks. */
+  for (int32_t verb = 0; verb < VERB_COUNT; ++verb) {
+    check_case("peer in chunks, verb %d", verb);
+    CHECK_EQUAL(count_idle_waits((scene_verb)verb, "peer", &maps[0]), 0);
   }
   check_case("%s", "");
 }

@@ -1,0 +1,204 @@
+#include "peer_pack.h"
+
+#include <stdlib.h>
+
+#include "peer_leads.h"
+#include "span.h"
+
+typedef struct peer_broadcast {
+  fdp_lanes *lanes;
+  const fdp_endpoint *home;
+  const fdp_endpoint *targets;
+  void *const *flats;
+  int32_t target_count;
+  fdp_peer_leads leads;
+  int64_t size_bytes;
+  fdp_buffer *scratch; /* the bucket, on home */
+  fdp_segment *filled; /* the segments and the gaps between them, and room for as many */
+  fdp_segment *cut;
+  int32_t filled_count;
+} peer_broadcast;
+
+static bool is_at_home(const peer_broadcast *work, int32_t index) {
+  return work->targets[index].device == work->home->device;
+}
+
+static fdp_status copy_bytes(const fdp_endpoint *endpoint, void *target, const void *source,
+                             int64_t size_bytes) {
+  if (size_bytes == 0) return FDP_OK;
+  return endpoint->device->ops->copy(endpoint->device, endpoint->stream, target, source,
+                                     size_bytes);
+}
+
+/* After a failure anybody may still be using the buffer: all streams are its last users. */
+static fdp_status give_back(const peer_broadcast *work, const fdp_endpoint *owner,
+                            fdp_buffer *buffer, const fdp_endpoint *hub, fdp_status status) {
+  fdp_stream_ref users[FDP_POOL_MAX_USERS];
+  int32_t count = 0;
+  if (hub) users[count++] = fdp_endpoint_ref(hub);
+  if (!hub || status != FDP_OK) {
+    for (int32_t i = 0; i < work->leads.count; ++i) {
+      users[count++] = fdp_endpoint_ref(&work->targets[work->leads.indices[i]]);
+    }
+  }
+  if (status != FDP_OK) users[count++] = fdp_endpoint_ref(work->home);
+  return fdp_pool_give_many(owner->pool, buffer, users, count, status);
+}
+
+/* Packs what lies in [begin, end) of the bucket into scratch. Gaps are filled, as the whole is copied
+ * from here on. */
+static fdp_status pack_scratch(const peer_broadcast *work, int64_t begin, int64_t end) {
+  const fdp_endpoint *home = work->home;
+  int32_t count = fdp_span_cut_segments(work->filled, work->filled_count, begin, end, work->cut);
+  return home->device->ops->pack(home->device, home->stream, work->scratch->data, work->cut,
+                                 count);
+}
+
+static fdp_status start_leads(const peer_broadcast *work) {
+  fdp_status status = FDP_OK;
+  for (int32_t i = 0; i < work->leads.count; ++i) {
+    FDP_TRY(fdp_endpoint_after(work->home, &work->targets[work->leads.indices[i]]));
+  }
+done:
+  return status;
+}
+
+/* Note "chunks". */
+static fdp_status pull_chunks(const peer_broadcast *work) {
+  int32_t count = fdp_peer_chunk_count(work->size_bytes);
+  fdp_status status = FDP_OK;
+  for (int32_t k = 0; k < count; ++k) {
+    int64_t begin = fdp_span_shard_begin(work->size_bytes, count, k);
+    int64_t end = fdp_span_shard_begin(work->size_bytes, count, k + 1);
+    FDP_TRY(pack_scratch(work, begin, end));
+    FDP_TRY(start_leads(work));
+    for (int32_t i = 0; i < work->leads.count; ++i) {
+      int32_t lead = work->leads.indices[i];
+      FDP_TRY(copy_bytes(&work->targets[lead], (char *)work->flats[lead] + begin,
+                         (char *)work->scratch->data + begin, end - begin));
+    }
+  }
+done:
+  return status;
+}
+
+/* Every device pulls its shard from home into scratch; when all have theirs, each pulls the others'
+ * from there. Events fan in and out through the hub, a lane on home's device: home's own stream
+ * would be held up. No stream waits for another's reads of its flat, since nobody reads a flat. */
+static fdp_status pull_shards(peer_broadcast *work, const fdp_endpoint *hub) {
+  const fdp_endpoint *targets = work->targets;
+  const fdp_peer_leads *leads = &work->leads;
+  fdp_buffer *shards[FDP_MAX_REPLICAS] = {NULL};
+  int64_t begins[FDP_MAX_REPLICAS + 1];
+  fdp_status status = FDP_OK;
+  for (int32_t i = 0; i <= leads->count; ++i) {
+    begins[i] = fdp_span_shard_begin(work->size_bytes, leads->count, i);
+  }
+  for (int32_t i = 0; i < leads->count; ++i) {
+    const fdp_endpoint *target = &targets[leads->indices[i]];
+    int64_t size_bytes = begins[i + 1] - begins[i];
+    FDP_TRY(fdp_pool_take_deep(target->pool, size_bytes, fdp_endpoint_ref(target), &shards[i]));
+    FDP_TRY(copy_bytes(target, shards[i]->data, (char *)work->scratch->data + begins[i],
+                       size_bytes));
+    FDP_TRY(fdp_endpoint_after(target, hub));
+  }
+  for (int32_t i = 0; i < leads->count; ++i) {
+    FDP_TRY(fdp_endpoint_after(hub, &targets[leads->indices[i]]));
+  }
+  for (int32_t i = 0; i < leads->count; ++i) {
+    int32_t index = leads->indices[i];
+    for (int32_t step = 0; step < leads->count; ++step) { /* no two start with the same shard */
+      int32_t k = (i + step) % leads->count;
+      FDP_TRY(copy_bytes(&targets[index], (char *)work->flats[index] + begins[k],
+                         shards[k]->data, begins[k + 1] - begins[k]));
+    }
+  }
+  for (int32_t i = 0; i < leads->count; ++i) {
+    FDP_TRY(fdp_endpoint_after(&targets[leads->indices[i]], hub));
+  }
+done:
+  for (int32_t i = 0; i < leads->count; ++i) {
+    status = give_back(work, &targets[leads->indices[i]], shards[i], hub, status);
+  }
+  return status;
+}
+
+/* A device's other targets copy the flat of its first. */
+static fdp_status follow(const peer_broadcast *work) {
+  const fdp_endpoint *targets = work->targets;
+  fdp_status status = FDP_OK;
+  for (int32_t pass = 0; pass < 3; ++pass) {
+    for (int32_t i = 0; i < work->target_count; ++i) {
+      int32_t lead = fdp_peer_lead_of(targets, i);
+      if (lead == i || is_at_home(work, i)) continue;
+      if (pass == 0) FDP_TRY(fdp_endpoint_after(&targets[lead], &targets[i]));
+      if (pass == 1) {
+        FDP_TRY(copy_bytes(&targets[i], work->flats[i], work->flats[lead], work->size_bytes));
+      }
+      if (pass == 2) FDP_TRY(fdp_endpoint_after(&targets[i], &targets[lead]));
+    }
+  }
+done:
+  return status;
+}
+
+static fdp_status plan_segments(peer_broadcast *work, const fdp_segment *segments,
+                                int32_t segment_count) {
+  size_t room = 2 * (size_t)segment_count + 1;
+  work->filled = malloc(2 * room * sizeof *work->filled);
+  if (!work->filled) return fdp_fail(FDP_OUT_OF_MEMORY, "peer: no host memory for the segments");
+  work->cut = work->filled + room;
+  work->filled_count = fdp_span_fill(segments, segment_count, work->size_bytes, work->filled);
+  return FDP_OK;
+}
+
+static fdp_status carry(peer_broadcast *work, const fdp_segment *segments, int32_t segment_count) {
+  const fdp_endpoint *home = work->home;
+  fdp_endpoint lane;
+  const fdp_endpoint *hub = NULL;
+  fdp_status status;
+  if (fdp_peer_is_sharded(&work->leads, work->size_bytes)) {
+    FDP_TRY(fdp_lane_of(work->lanes, home, &lane));
+    hub = &lane;
+  }
+  FDP_TRY(plan_segments(work, segments, segment_count));
+  FDP_TRY(fdp_pool_take_deep(home->pool, work->size_bytes, fdp_endpoint_ref(home),
+                             &work->scratch));
+  if (hub) {
+    FDP_TRY(pack_scratch(work, 0, work->size_bytes));
+    FDP_TRY(start_leads(work));
+  }
+  FDP_TRY(hub ? pull_shards(work, hub) : pull_chunks(work));
+done:
+  free(work->filled);
+  return give_back(work, home, work->scratch, hub, status);
+}
+
+fdp_status fdp_peer_pack(fdp_lanes *lanes, const fdp_endpoint *home, const fdp_segment *segments,
+                         int32_t segment_count, const fdp_endpoint *targets, void *const *flats,
+                         int32_t target_count) {
+  peer_broadcast work = {.lanes = lanes,
+                         .home = home,
+                         .targets = targets,
+                         .flats = flats,
+                         .target_count = target_count,
+                         .leads = fdp_peer_leads_find(home, targets, target_count),
+                         .size_bytes = fdp_span_size_bytes(segments, segment_count)};
+  fdp_status status = FDP_OK;
+  if (segment_count == 0) return FDP_OK;
+  for (int32_t i = 0; i < target_count; ++i) {
+    if (is_at_home(&work, i)) FDP_TRY(fdp_endpoint_after(home, &targets[i]));
+  }
+  if (work.leads.count > 0) FDP_TRY(carry(&work, segments, segment_count));
+  FDP_TRY(follow(&work));
+  for (int32_t i = 0; i < target_count; ++i) {
+    if (!is_at_home(&work, i)) continue;
+    FDP_TRY(home->device->ops->pack(home->device, targets[i].stream, flats[i], segments,
+                                    segment_count));
+  }
+  for (int32_t i = 0; i < target_count; ++i) {
+    if (is_at_home(&work, i)) FDP_TRY(fdp_endpoint_after(&targets[i], home));
+  }
+done:
+  return status;
+}
