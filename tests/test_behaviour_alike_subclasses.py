@@ -1,6 +1,5 @@
 """BEHAVIOUR B and L, side by side with torch's own: subclasses as found in public code."""
 
-
 import copy
 import threading
 

@@ -120,12 +120,23 @@ def test_the_second_call_makes_nothing_new(fast):
 
 
 @row("J4")
-def test_the_first_call_opens_only_its_devices(fast):
-    """The core is told of no device before the first call; that call is right at once."""
-    module = linear()
+def test_nothing_is_made_before_the_first_call(fast):
+    """No replica, no thread, no plan; the first call is right at once."""
+    made, module = [], linear()
+
+    class Told(type(module)):
+        def __new__(cls, *args, **kwargs):
+            made.append(cls)
+            return super().__new__(cls)
+
+    module.__class__ = Told
     dp = fast.wrap(module, 2)
-    same(out := dp(ints(5, 3)), linear()(ints(5, 3)))
-    assert out.device == fast.home
+    dp.state_dict(), list(dp.parameters()), repr(dp), dp.train()
+    assert not made
+    same(dp(ints(5, 3)), linear()(ints(5, 3)))
+    assert len(made) == 2
+    dp(ints(5, 3))
+    assert len(made) == 2
 
 
 @row("J2")
