@@ -6,8 +6,9 @@
 Nothing waits for the GPUs inside a step: a phase lasts until its call returns, whatever it has
 enqueued. Steps begin with idle GPUs, so that no launch waits for room in a queue. Each phase's
 median over the steps stands beside the same phase of the bare module on the first device, where it
-has one. "nodes" are parts of the backward above them: fastdp's autograd nodes, on the engine's
-threads. FASTDP_OVERLAP=always|never shows what hiding the moves of the parameters costs.
+has one. The replicas of parallel_apply run side by side. "nodes" are parts of the backward above
+them: fastdp's autograd nodes, on the engine's threads. FASTDP_OVERLAP=always|never shows what
+hiding the moves of the parameters costs.
 --profile adds the functions in which the calling thread spends most (cProfile slows all down).
 """
 
@@ -38,12 +39,14 @@ from fastdp import functions  # noqa: E402
 VERBS = ("scatter", "replicate", "parallel_apply", "gather")
 NODES = ("Gather", "Land", "Broadcast")
 FORWARD, REST = "forward", "rest of forward"
+REPLICAS = tuple(f"replica {rank}" for rank in range(8))
 PHASES = (
-    *("zero_grad", FORWARD, *VERBS, REST, "loss and backward"),
+    *("zero_grad", FORWARD, "scatter", "replicate", "parallel_apply", *REPLICAS, "gather", REST),
+    "loss and backward",
     *(f"node: {name}" for name in NODES),
     *("optimizer", "whole step"),
 )
-_INDENTED = {*VERBS, REST, *(f"node: {name}" for name in NODES)}
+_INDENTED = {*VERBS, *REPLICAS, REST, *(f"node: {name}" for name in NODES)}
 
 
 class Clock:
@@ -83,6 +86,13 @@ class Phased(fastdp.DataParallel):
     def time_by(self, clock: Clock) -> None:
         for verb in VERBS:
             self.__dict__[verb] = clock.timed(verb, getattr(super(), verb))
+        apply = self.__dict__["parallel_apply"]
+
+        def parallel_apply(replicas: Sequence[nn.Module], *arguments: Any) -> Any:
+            timed = [clock.timed(*pair) for pair in zip(REPLICAS, replicas)]
+            return apply(timed + list(replicas[len(timed) :]), *arguments)
+
+        self.__dict__["parallel_apply"] = parallel_apply
 
 
 class TimedNodes:

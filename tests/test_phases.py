@@ -29,10 +29,12 @@ def test_phases_as_json():
     whole = {"zero_grad", "forward", "loss and backward", "optimizer", "whole step"}
     verbs = {"scatter", "replicate", "parallel_apply", "gather", "rest of forward"}
     nodes = {"node: Gather", "node: Broadcast"}
-    assert set(bare) == whole and set(ours) == whole | verbs | nodes
+    replicas = {"replica 0", "replica 1"}
+    assert set(bare) == whole and set(ours) == whole | verbs | nodes | replicas
     assert min(*ours.values(), *bare.values()) > 0
     # One step: the parts of a forward are the forward.
     assert sum(ours[verb] for verb in verbs) == pytest.approx(ours["forward"])
+    assert max(ours[replica] for replica in replicas) < ours["parallel_apply"]
     assert sum(ours[node] for node in nodes) < ours["loss and backward"]
     for side in (ours, bare):
         assert sum(side[part] for part in whole - {"whole step"}) <= side["whole step"]
