@@ -38,17 +38,19 @@ _MAX_RESTARTS = 3
 
 
 class _Trial:
-    """Times a signature's steps from forward to forward on the device's own clock, without waiting
-    for it: first recorded ones, then eager ones."""
+    """Times a signature's steps, from a forward to the next of whichever signature, on the device's
+    own clock and without waiting for it: first recorded ones, then eager ones."""
 
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
         self._marks: List[Any] = []
-        self._spoilt: List[int] = []
+        self._ends: Dict[int, Any] = {}  # of steps that another forward followed
 
     def interrupt(self) -> None:
-        """Something else ran since the last mark."""
-        self._spoilt.append(len(self._marks) - 1)
+        """Something else runs from now on."""
+        step = len(self._marks) - 1
+        if step < 2 * _TIMED and step not in self._ends:
+            self._ends[step] = self._recorder.mark()
 
     def recorded_next(self) -> bool:
         """Marks the start of a step and says which engine is to run it."""
@@ -60,24 +62,19 @@ class _Trial:
         """Median ms of a recorded and of an eager step, once both are known."""
         if len(self._marks) <= 2 * _TIMED or not self._marks[-1].query():
             return None
-        found = []
-        for first in (0, _TIMED):
-            steps = [
-                self._marks[i].elapsed_time(self._marks[i + 1])
-                for i in range(first + 1, first + _TIMED)
-                if i not in self._spoilt
-            ]
-            if not steps:
-                return float("inf"), 0.0  # validation after each step: nothing to choose by
-            found.append(statistics.median(steps))
-        return found[0], found[1]
+        steps = [
+            start.elapsed_time(self._ends.get(i, end))
+            for i, (start, end) in enumerate(zip(self._marks, self._marks[1:]))
+        ]
+        return statistics.median(steps[1:_TIMED]), statistics.median(steps[_TIMED + 1 :])
 
 
 class _Entry:
     """What is known of one signature."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, key: Hashable) -> None:
         self.number = number
+        self.key = key
         self.steps: Dict[str, int] = {"eager": 0, "graph": 0}
         self.watched = 0
         self.restarts = 0
@@ -165,7 +162,7 @@ class Engine:
             source = self._replicator.source(entry.ranks, _wants_gradients(), dim)
             if _place_of(source) != entry.place:
                 return NOTHING
-            self._last = entry
+            self._meet(entry)
             entry.steps["graph"] += 1
             return entry.recording.run_whole(tensors, source.tensors)
         finally:
@@ -220,9 +217,7 @@ class Engine:
             self._refuse(str(reason))
             return eager
         entry = self._entry(key)
-        if self._last is not entry and self._last is not None and self._last.trial is not None:
-            self._last.trial.interrupt()
-        self._last = entry
+        self._meet(entry)
         if entry.reason:
             if self.kind == "graph":
                 raise EngineError(_sentence(entry.reason))
@@ -237,7 +232,7 @@ class Engine:
             return lambda: self._run_watched(entry, root, eager)
         if self._eager_for_once(entry):
             return lambda: self._run_eager(entry, eager)
-        if whole is not None and entry.trial is None:
+        if whole is not None and entry.trial is None and entry.recording.covers(whole[1]):
             if len(self._whole) >= _MAX_SIGNATURES:
                 self._whole.clear()
             self._whole[whole[0]] = entry
@@ -257,12 +252,20 @@ class Engine:
     def _entry(self, key: Hashable) -> _Entry:
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(self._made)
+            entry = self._entries[key] = _Entry(self._made, key)
             self._made += 1
             while len(self._entries) > _MAX_SIGNATURES:
                 self._entries.popitem(last=False)[1].forget()
-        self._entries.move_to_end(key)
         return entry
+
+    def _meet(self, entry: _Entry) -> None:
+        """Notes that this step is of that signature."""
+        last = self._last
+        if last is not entry:
+            if last is not None and last.trial is not None:
+                last.trial.interrupt()
+            self._last = entry
+            self._entries.move_to_end(entry.key)
 
     def _check_attributes(self, entry: _Entry) -> None:
         changed = entry.snapshot.differs()

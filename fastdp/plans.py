@@ -111,6 +111,7 @@ class Source(NamedTuple):
     plan: Plan
     tensors: Tensors  # parameters, then buffers
     devices: Tuple[torch.device, ...]  # one per replica
+    gathered: bool  # whether outputs are joined: also a single one of a wrapper of several devices
     communication: Communication
     held: Callable[[Callable[[], Any]], Any]  # runs an act with the tree held
     grad: bool  # whether gradients may be asked for

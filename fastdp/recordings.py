@@ -48,7 +48,7 @@ class Recording:
         self._plan, self._devices, self._dim = source.plan, source.devices, source.dim
         self._home = source.devices[0]
         self._communication = source.communication
-        self._joined = len(source.devices) > 1
+        self._joined = source.gathered
         self._tapes = [Tape(source, rank, pieces[rank]) for rank in range(len(source.devices))]
         buckets = source.plan.buckets
         apart = len(buckets) if source.communication.apart else 0
@@ -62,7 +62,11 @@ class Recording:
         # Buckets that get gradients, in the order in which a backward completes them.
         packs = [k for k, packed in enumerate(self._tapes[0].packed) if packed is not None]
         self._complete = packs[::-1]
-        self._sums = [_Sums(buckets[k], k, self._tapes) for k in self._complete]
+        # A module that is called directly has nobody who makes zeros for what it does not use.
+        self._sums = [
+            _Sums(buckets[k], k, self._tapes, buckets[k].keeps_none or not source.gathered)
+            for k in self._complete
+        ]
         self._learning = [place for sums in self._sums for place in sums.bucket.places]
         self._columns: List[Column] = []
         self._forwards: List[Any] = []
@@ -213,6 +217,13 @@ class Recording:
             if row:
                 torch._foreach_copy_(tape.inputs, [piece.detach() for piece in row])
 
+    def covers(self, arguments: Sequence[torch.Tensor]) -> bool:
+        """Whether the replicas get all of these: what is cut into too many pieces is dropped."""
+        return all(
+            argument.size(self._dim) == sum(piece.size(self._dim) for piece in pieces)
+            for argument, pieces in zip(arguments, zip(*[tape.inputs for tape in self._tapes]))
+        )
+
     def _fill_whole(self, arguments: Sequence[torch.Tensor]) -> None:
         for argument, pieces in zip(arguments, zip(*[tape.inputs for tape in self._tapes])):
             if self._joined:
@@ -229,7 +240,7 @@ class Recording:
         with communication.current():
             streams = [(torch.cuda.current_stream(d), e) for d, e in self._arrivals.items() if e]
             for k, bucket in enumerate(self._plan.buckets):
-                if self._joined:
+                if self._flats[k]:
                     sources = tuple([tensors[place] for place in bucket.places])
                     if self._complex:
                         sources = tuple(map(resolved, sources))
@@ -302,10 +313,9 @@ class Recording:
 class _Sums:
     """The gradients of one bucket, packed by each replica, on their way to their sum."""
 
-    def __init__(self, bucket: Bucket, k: int, tapes: Sequence[Tape]) -> None:
+    def __init__(self, bucket: Bucket, k: int, tapes: Sequence[Tape], keeps_none: bool) -> None:
         self.bucket = bucket
-        # A module alone is called directly in eager steps, and nobody makes zeros for it.
-        self._keeps_none = bucket.keeps_none or len(tapes) == 1
+        self._keeps_none = keeps_none
         self._packed = tuple(tape.packed[k] for tape in tapes)
         self._ready = [(tape.device, event) for tape in tapes for event in tape.ready[k : k + 1]]
         self._unused: List[int] = []  # slots that no replica has a gradient for

@@ -112,8 +112,18 @@ class Replicator:
             if plan.alone:
                 raise NotRecordable("it has sparse parameters or buffers")
             devices, held = self.devices[:ranks], self._while_same(self._tree)
+            gathered = len(self.devices) > 1
             return Source(
-                root, self._tree, plan, tensors, devices, plan.communication, held, grad, dim
+                root,
+                self._tree,
+                plan,
+                tensors,
+                devices,
+                gathered,
+                plan.communication,
+                held,
+                grad,
+                dim,
             )
 
         return self._held(root, True, collect)
