@@ -100,7 +100,8 @@ class _Again:
         tape = self._tape
         if self._columns is None:
             row, named = self._arguments
-            with torch.set_grad_enabled(any(p is not None for p in tape.packed)):
+            learns = any(tape.wants) or any(p is not None for p in tape.packed)
+            with torch.set_grad_enabled(learns):
                 tape.again = _tensors(self._module(*row, **named))
             results = tape.again
         else:

@@ -1,5 +1,5 @@
-"""Outputs of recorded steps: the containers, numbers and tensors that eager steps give, in memory of
-their own."""
+"""Outputs of recorded steps: the containers, numbers and tensors that eager steps give, in memory
+of their own."""
 
 import collections
 import dataclasses
