@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from fastdp import buckets, moves
+from fastdp import buckets, comm, moves
 from fastdp.streams import Communication
 
 HOST = torch.device("cpu")
@@ -136,3 +136,22 @@ def test_every_move_opens_first(monkeypatch):
     moves.broadcast(TORCH, tensor, [HOST, HOST])
     moves.reduce(TORCH, [tensor, tensor], HOST)
     assert asked == [[HOST] * 3] * 4
+
+
+def test_every_move_into_memory_that_is_there_opens_first(monkeypatch):
+    asked = []
+    monkeypatch.setattr(moves, "open_memory", lambda devices: asked.append(list(devices)))
+    tensor, halves = torch.arange(4.0), [torch.empty(2), torch.empty(2)]
+    comm.scatter(tensor, out=halves)
+    comm.gather(halves, out=torch.empty(4))
+    comm.broadcast(tensor, out=[torch.empty(4), torch.empty(4)])
+    assert asked == [[HOST] * 3] * 3
+
+
+def test_buckets_of_comm_open_first(monkeypatch):
+    asked = []
+    monkeypatch.setattr(moves, "open_memory", lambda devices: asked.append(set(devices)))
+    tensors = [torch.arange(4.0), torch.arange(3.0)]
+    comm.broadcast_coalesced(tensors, ["cpu", "cpu"])
+    comm.reduce_add_coalesced([tensors, tensors], "cpu")
+    assert asked == [{HOST}] * 2
