@@ -17,6 +17,7 @@
 #include "py_producer.h"
 #include "py_slots.h"
 #include "py_snapshot.h"
+#include "py_torch.h"
 #include "py_transport.h"
 #include "py_tree.h"
 #include "py_verbs.h"
@@ -159,6 +160,8 @@ static PyMethodDef module_methods[] = {
      PyDoc_STR("borrow(tensors, /)\n--\n\nBorrows each; the number of elements in all.")},
     {"describe", fdp_py_describe, METH_O,
      PyDoc_STR("describe(tensors, /)\n--\n\nWhat the tensors look like, as one string.")},
+    {"are_plain", (PyCFunction)(void *)fdp_py_are_plain, METH_FASTCALL,
+     PyDoc_STR("are_plain(tensors, strided, is_complex, /)\n--\n\nWhether memory says it all.")},
     {"become", (PyCFunction)(void *)fdp_py_become, METH_FASTCALL,
      PyDoc_STR("become(tensors, kinds, /)\n--\n\nGives each tensor its class, or lets it be.")},
     {"aliases", (PyCFunction)(void *)fdp_py_aliases, METH_FASTCALL,
@@ -187,6 +190,7 @@ static int make_names(fdp_py_state *state) {
       intern(&names->dlpack_device, "__dlpack_device__") < 0 ||
       intern(&names->exchange_table, "__dlpack_c_exchange_api__") < 0 ||
       intern(&names->is_conj, "is_conj") < 0 || intern(&names->is_neg, "is_neg") < 0 ||
+      intern(&names->layout, "layout") < 0 ||
       intern(&names->max_version, "max_version") < 0 ||
       intern(&names->requires_grad, "requires_grad") < 0 ||
       intern(&names->stream, "stream") < 0 ||

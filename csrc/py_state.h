@@ -34,8 +34,8 @@ typedef struct fdp_py_producer {
 /* Interned attribute and keyword names. */
 typedef struct fdp_py_names {
   PyObject *as_strided_in_place, *class_, *copy, *detach, *dl_device, *dlpack, *dlpack_device,
-      *exchange_table, *is_conj, *is_neg, *max_version, *requires_grad, *stream, *torch_dispatch,
-      *unsafe_split;
+      *exchange_table, *is_conj, *is_neg, *layout, *max_version, *requires_grad, *stream,
+      *torch_dispatch, *unsafe_split;
 } fdp_py_names;
 
 typedef struct fdp_py_state {

@@ -15,4 +15,7 @@ int fdp_py_torch_check_kind(PyObject *tensor, const fdp_py_argument *argument);
 int fdp_py_torch_check_bits(const fdp_py_names *names, PyObject *tensor, bool is_complex,
                             const fdp_py_argument *argument);
 
+/* A METH_FASTCALL function; _C.pyi has its arguments. */
+PyObject *fdp_py_are_plain(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
+
 #endif

@@ -80,6 +80,10 @@ def layout(
 ) -> Tuple[Tuple[int, ...], Tuple[int, ...], Tuple[int, int, int], Tuple[int, int]]:
     """(shape, strides in elements, dtype, device) by DLPack's numbers."""
 
+def are_plain(tensors: Tuple[Any, ...], strided: Any, is_complex: bool, /) -> bool:
+    """Whether all torch tensors of the tuple, None aside, are of that layout with neither the
+    negative bit nor, of complex ones, the conjugate bit set."""
+
 def become(tensors: Tuple[Any, ...], kinds: Tuple[Optional[type], ...], /) -> None:
     """Gives each tensor, which nobody else holds yet, its class; None lets it be."""
 

@@ -87,7 +87,10 @@ class Bucket:
         """The tensors once for each rank, rank by rank, in `flats`. With `home` rank 0 gets the
         tensors themselves, parameters and differentiable ones under new names."""
         if flats:
-            self._move(self.core.broadcast, tuple(map(resolved, tensors)), flats)
+            tensors = tuple(tensors)
+            plain = _are_plain(tensors, self.dtype)
+            sources = tensors if plain else tuple(map(resolved, tensors))
+            self._move(self.core.broadcast, sources, flats)
             if self.length > self.core.size_elems:
                 for flat in flats:
                     flat[self.core.size_elems :].zero_()
@@ -139,7 +142,7 @@ class Bucket:
         come rank by rank, None where there is none."""
         count = self.count
         rows = [tuple(gradients[i : i + count]) for i in range(0, len(gradients), count)]
-        if _are_ordinary(gradients, self.dtype):
+        if _are_plain(gradients, self.dtype):
             result = self._slots_of_sums(tuple(rows), flat)
         else:
             result = self._mixed_sums(rows, flat)
@@ -175,12 +178,9 @@ class Bucket:
         return list(self.slots(flat))
 
 
-def _are_ordinary(gradients: Sequence[Optional[torch.Tensor]], dtype: torch.dtype) -> bool:
+def _are_plain(tensors: Sequence[Optional[torch.Tensor]], dtype: torch.dtype) -> bool:
     """Whether none is sparse, nor lazily negated or conjugated."""
-    strided = torch.strided
-    if dtype.is_complex and any(g is not None and g.is_conj() for g in gradients):
-        return False
-    return not any(g is not None and (g.layout is not strided or g.is_neg()) for g in gradients)
+    return _C.are_plain(tuple(tensors), torch.strided, dtype.is_complex)
 
 
 def is_sparse(tensor: Optional[torch.Tensor]) -> bool:

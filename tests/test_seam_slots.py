@@ -179,6 +179,26 @@ def test_aliases():
         assert alias._version == tensor._version == 1
 
 
+def test_are_plain():
+    real, complex_ = torch.ones(3), torch.ones(2, dtype=torch.complex64)
+    negated, conjugated = torch.ones(2, dtype=torch.complex64).conj().imag, complex_.conj()
+    assert negated.is_neg() and conjugated.is_conj()
+    for plain in ((), (None,), (real, None, real[::2]), (complex_,), (nn.Parameter(real),)):
+        assert _C.are_plain(plain, torch.strided, True) is True
+        assert _C.are_plain(plain, torch.strided, False) is True
+    for odd in (negated, real.to_sparse(), torch._neg_view(complex_), real.to_mkldnn()):
+        for tensors in ((odd,), (real, None, odd), (odd, real)):
+            assert _C.are_plain(tensors, torch.strided, True) is False
+            assert _C.are_plain(tensors, torch.strided, False) is False
+    assert _C.are_plain((conjugated,), torch.strided, True) is False
+    with pytest.raises(TypeError, match="tensors: expected a tuple, got list"):
+        _C.are_plain([], torch.strided, False)
+    with pytest.raises(TypeError, match="are_plain"):
+        _C.are_plain((), torch.strided)
+    with pytest.raises(AttributeError, match="layout"):
+        _C.are_plain((3,), torch.strided, False)
+
+
 def test_references():
     tensors = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 3))
     bucket = _C.Bucket(tensors)
@@ -190,6 +210,7 @@ def test_references():
         _C.become(slots, (nn.Parameter, None))
         bucket.split(torch.ones(bucket.size_elems + 1))
         _C.aliases(tensors, nn.Parameter, len)
+        _C.are_plain((flat, *tensors, None), torch.strided, True)
         return weakref.ref(slots[0]), weakref.ref(slots[1])
 
     assert all(gone() is None for gone in run())
