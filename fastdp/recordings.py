@@ -102,9 +102,9 @@ class Recording:
                     self._attempt(source, rows, named, recorder.record, recorder)
                 self._attempt(source, rows, named, recorder.record, recorder, True)
         finally:
-            with torch.no_grad():
-                for buffer, value in zip(buffers, kept):
-                    buffer.copy_(value)
+            for buffer, value in zip(buffers, kept):
+                # Not as a write that counts: an earlier forward's backward may be still to come.
+                buffer.data.copy_(value)
 
     def _attempt(
         self, source: Source, rows: Any, named: Any, record: Any, recorder: Any, keep: bool = False
