@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional, Tuple
 
 from .buckets import find_transport
 from .devices import parse_devices
 
 
 class Report(Dict[str, Any]):
-    """Keys: `devices` (one str per replica), `engine` (as asked for), `transport` (name and reason,
-    None with fewer than two replicas), `forwards` (one dictionary per kind of forward: `engine` now
-    in use, `steps` by each engine, `reason` against recording, `graph_ms` and `eager_ms` if they
-    were timed), `reasons` (each reason against recording, once)."""
+    """Keys: `devices` (one str per replica), `engine` (as asked for), `transport` (name and reason;
+    no name where the one asked for cannot join the devices; None with fewer than two replicas),
+    `forwards` (one dictionary per kind of forward: `engine` now in use, `steps` by each engine,
+    `reason` against recording, `graph_ms` and `eager_ms` if they were timed), `reasons` (each
+    reason against recording, once)."""
 
     def __str__(self) -> str:
         devices = ", ".join(self["devices"]) or "none: the module is called directly"
         lines = [f"devices    {devices}", f"engine     {self['engine']}"]
         if self["transport"]:
             name, reason = self["transport"]
-            lines.append(f"transport  {name}: {reason}" if reason else f"transport  {name}")
+            lines.append(f"transport  {name}, since {reason}" if name else f"transport  {reason}")
         for number, forward in enumerate(self["forwards"]):
             steps = ", ".join(f"{count} {name}" for name, count in forward["steps"].items())
             lines.append(f"forward {number}  {forward['engine']} (steps: {steps})")
@@ -33,6 +34,15 @@ class Report(Dict[str, Any]):
         return "\n".join(lines)
 
 
+def _transport(devices: List[Any], wanted: Optional[str]) -> Optional[Tuple[Optional[str], str]]:
+    if len(devices) < 2:
+        return None
+    try:
+        return find_transport(devices, wanted)
+    except NotImplementedError as error:
+        return None, str(error)
+
+
 def make_report(wrapper: Any) -> Report:
     ids = wrapper.device_ids
     devices: List[Any] = list(parse_devices(ids, "device_ids")) if ids else []
@@ -41,7 +51,7 @@ def make_report(wrapper: Any) -> Report:
     return Report(
         devices=[str(device) for device in devices],
         engine=wrapper.engine,
-        transport=find_transport(devices, wrapper.transport) if len(devices) > 1 else None,
+        transport=_transport(devices, wrapper.transport),
         forwards=forwards,
         reasons=reasons,
     )

@@ -121,6 +121,18 @@ def test_the_keyword_trains_as_one_module(transport):
     assert dp.report()["transport"][0] == name
 
 
+def test_the_report_says_which_and_why():
+    def report(ids, transport):
+        return fastdp.DataParallel(Net(), ids, transport=transport).report()
+
+    assert "transport  host, since transport asks for it" in str(report(["cpu"] * 2, "host"))
+    impossible = report(["cpu"] * 3, "peer")
+    words = "transport=peer does not join the devices: cpu:0 is no GPU"
+    assert impossible["transport"] == (None, words)
+    assert f"transport  {words}" in str(impossible)
+    assert report(["cpu"], "peer")["transport"] is None
+
+
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 def test_a_wrapper_with_an_impossible_keyword_says_so_at_its_forward(transport):
     words = f"transport={transport} does not join the devices: cpu:0 is no GPU"
