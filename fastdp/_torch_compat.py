@@ -202,6 +202,27 @@ def global_module_hooks() -> List[Tuple[str, Any]]:
     return [(kind, hook) for kind, name in kinds for hook in getattr(place, name, {}).values()]
 
 
+def watched_from_python() -> bool:
+    """Whether something in this thread, or for all modules, is to be told of operators, saved
+    tensors or calls of modules: a mode, hooks, anomaly mode."""
+    return (
+        dispatch_mode_active()
+        or torch.is_anomaly_enabled()
+        or saved_tensors_hooks_active()
+        or any(map(_GLOBAL_HOOKS.get, _HOOK_DICTIONARIES))
+    )
+
+
+# A module's own look-up of these is by name too: a name that is gone is an empty dictionary.
+_GLOBAL_HOOKS = vars(torch.nn.modules.module)
+_HOOK_DICTIONARIES = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
+
 def raw_stream(index: int) -> int:
     """The handle of the stream that is current on a GPU for this thread."""
     get = getattr(torch._C, "_cuda_getCurrentRawStream", None)

@@ -239,6 +239,7 @@ def global_state() -> Tuple[Hashable, ...]:
     has baked in, so that two forwards may share one only if this was equal. Grad and inference
     mode, autocast (enabled and dtype of each device type, cache), default dtype and device, matmul
     precision, flags of cuBLAS, cuDNN and scaled_dot_product_attention, deterministic algorithms.
+    Also whether something from Python wants to be told what runs, since a replay tells it nothing.
     """
     modes = _torch_compat.function_modes()
     return (
@@ -253,5 +254,6 @@ def global_state() -> Tuple[Hashable, ...]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,
         tuple([getattr(mode, "device", None) for mode in modes]) if modes else (),
+        _torch_compat.watched_from_python(),
         *_torch_compat.kernel_flags(),
     )
