@@ -143,7 +143,7 @@ def test_traced_modules_run_and_the_wrapper_is_not_traced(impl):
         warnings.simplefilter("ignore")
         module = torch.jit.trace(Net(), ints(4, 3))
         same(impl.wrap(module, 2)(ints(5, 3)), Net()(ints(5, 3)))
-        with pytest.raises(RuntimeError, match="Cannot insert a Tensor that requires grad"):
+        with pytest.raises(RuntimeError):
             torch.jit.trace(impl.wrap(Net(), 2), ints(4, 3).to(impl.home))
 
 

@@ -282,7 +282,8 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_nets(impl, kind, flatten):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        # Of weights that are not in one chunk torch's own warns, on GPUs, for each replica.
+        warnings.simplefilter("ignore" if impl.is_oracle else "error")
         check_against_hand(impl, Recurrent(kind, flatten), ints(5, 3, 3), 2, CLOSE)
 
 

@@ -130,7 +130,7 @@ def test_order_of_wrap_move_and_optimizer(impl):
 
 @row("A5")
 def test_module_spanning_devices_is_refused(impl):
-    module = nn.Sequential(linear(), nn.Linear(2, 2, device="meta"))
+    module = nn.Sequential(linear().to(impl.home), nn.Linear(2, 2, device="meta"))
     with pytest.raises((RuntimeError, ValueError), match="meta"):
         impl.api.DataParallel(module, device_ids=impl.ids(2))(ints(4, 3))
 
