@@ -198,21 +198,16 @@ def replicate() -> Cost:
 
 
 def read() -> Cost:
-    """Of a parameter in a replica on a GPU, whose bucket its stream has waited for. (There is no
-    GPU here: one stream is pretended, as the exchange table of a torch without GPUs does.)"""
-    linear = nn.Linear(4, 4)
+    """In a replica on a GPU whose stream has waited for the bucket; the stream is pretended."""
+    plain, replica = nn.Linear(4, 4), nn.Linear(4, 4)
     gate = _C.Gate(0, lambda event: None, lambda index: 0)
     gate.close([None])
-    replica = nn.Linear(4, 4)
     awaited = _C.AwaitedDict(gate)
     awaited.update(replica._parameters)
-    awaited.bucket = 0
-    replica._parameters = awaited
-    return Cost(
-        "read of an awaited parameter",
-        {"floor: of a plain module": lambda: linear.weight, OURS: lambda: replica.weight}
-        | {"nn.Module.get_parameter": lambda: linear.get_parameter("weight")},
-    )
+    awaited.bucket, replica._parameters = 0, awaited
+    ways = {"floor: of a plain module": lambda: plain.weight, OURS: lambda: replica.weight}
+    rival = {"nn.Module.get_parameter": lambda: plain.get_parameter("weight")}
+    return Cost("read of an awaited parameter", ways | rival)
 
 
 def slots() -> Cost:
@@ -220,21 +215,15 @@ def slots() -> Cost:
     parameters = tuple(_resnet50().parameters())
     bucket = _C.Bucket(parameters)
     flat = torch.empty(bucket.size_elems)
-    kinds = (nn.Parameter,) * len(parameters)
-    shapes = bucket.slots
+    kinds, shapes = (nn.Parameter,) * len(parameters), bucket.slots
 
     def one_by_one() -> None:
         for offset, shape, strides in shapes:
-            slot = flat.as_strided(shape, strides, offset).data
-            slot.__class__ = nn.Parameter
+            flat.as_strided(shape, strides, offset).data.__class__ = nn.Parameter
 
-    return Cost(
-        "161 slots of a flat buffer",
-        {
-            OURS: lambda: _C.become(bucket.split(flat), kinds),
-            "as_strided(), .data, a class": one_by_one,
-        },
-    )
+    ways = {OURS: lambda: _C.become(bucket.split(flat), kinds)}
+    ways["as_strided(), .data, a class"] = one_by_one
+    return Cost("161 slots of a flat buffer", ways)
 
 
 def _broadcasts() -> Tuple[List[torch.Tensor], Dict[str, Callable[[], Any]]]:

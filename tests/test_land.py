@@ -1,6 +1,6 @@
-"""Land: the gradients of a rank go back to Broadcast by one edge. On several GPUs that is the way of
-ranks on another stream; here ranks on the host are made to take it. Every gradient must be what it
-is without."""
+"""Land: the gradients of a rank go back to Broadcast by one edge. On several GPUs that is the way
+of ranks on another stream; here ranks on the host are made to take it. Every gradient must be what
+it is without."""
 
 import gc
 import threading
