@@ -30,10 +30,12 @@ class Block(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a rival added to the peaks of its devices, in MB, one figure for each."""
+    """What a rival added to the peaks of torch's allocator, and took of the devices' free memory
+    (scratch and communicators outside the allocator too), in MB, one figure for each device."""
 
     allocated_mb: List[float]
     reserved_mb: List[float]
+    taken_mb: List[float]
 
 
 def distinct(devices: Devices) -> List[torch.device]:
@@ -58,16 +60,21 @@ class MemoryWatch:
             with torch.cuda.device(device):
                 torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        self._before = [
-            (torch.cuda.memory_allocated(d), torch.cuda.memory_reserved(d)) for d in self._devices
-        ]
+        self._before = [self._now(device, peaks=False) for device in self._devices]
+
+    @staticmethod
+    def _now(device: torch.device, peaks: bool) -> Tuple[int, int, int]:
+        allocated = torch.cuda.max_memory_allocated if peaks else torch.cuda.memory_allocated
+        reserved = torch.cuda.max_memory_reserved if peaks else torch.cuda.memory_reserved
+        free, total = torch.cuda.mem_get_info(device)
+        return allocated(device), reserved(device), total - free
 
     def read(self) -> Memory:
-        allocated, reserved = [], []
-        for device, (was_allocated, was_reserved) in zip(self._devices, self._before):
-            allocated.append(torch.cuda.max_memory_allocated(device) - was_allocated)
-            reserved.append(torch.cuda.max_memory_reserved(device) - was_reserved)
-        return Memory(*([round(b / 2**20, 1) for b in sizes] for sizes in (allocated, reserved)))
+        figures: List[List[float]] = [[], [], []]
+        for device, before in zip(self._devices, self._before):
+            for figure, old, new in zip(figures, before, self._now(device, peaks=True)):
+                figure.append(round((new - old) / 2**20, 1))
+        return Memory(*figures)
 
 
 class Trainer:

@@ -18,7 +18,7 @@ runs in processes that this script starts, one per GPU, which take their turns t
 Columns: ms per step, the median of the turns, the fastest and the slowest; host time, until the
 step has returned, before the GPUs are waited for; seconds for 1,000 batches of all GPUs; times
 fastdp (its first row) and times one GPU; MB that the rival added to the peaks of allocated and of
-reserved memory, for each GPU.
+reserved memory, and took of the GPU's free memory, for each GPU.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def first_of_ours(rows: Sequence[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
 def show(title: str, rows: Sequence[Dict[str, Any]], wire: Optional[Dict[str, float]]) -> None:
     print(f"\n{title}")
     columns = ("ms/step", "low", "high", "host", "s/1,000", "x fastdp", "x one")
-    print(f"{'':28}" + "".join(f"{c:>9}" for c in columns) + "  MB allocated, reserved")
+    print(f"{'':28}" + "".join(f"{c:>9}" for c in columns) + "  MB allocated, reserved, taken")
     ours = first_of_ours(rows)
     floor = next((r for r in rows if r["rival"] == ONE and "failed" not in r), None)
     for row in rows:
@@ -171,7 +171,8 @@ def show(title: str, rows: Sequence[Dict[str, Any]], wire: Optional[Dict[str, fl
         figures = "".join(f"{row[key]:9.3f}" for key in keys)
         for base in (ours, floor):
             figures += f"{'':9}" if base is None else f"{base['times_ours'][row['rival']]:9.2f}"
-        print(f"{row['rival']:28}{figures}  {row['allocated_mb']}, {row['reserved_mb']}")
+        memory = ", ".join(str(row[f"{kind}_mb"]) for kind in ("allocated", "reserved", "taken"))
+        print(f"{row['rival']:28}{figures}  {memory}")
     for row in rows:
         if "not_hidden_ms" in row:
             print(

@@ -281,3 +281,34 @@ def test_comm_bars():
         (0.84, 0.85, False),
         (1.5, 1.0, True),
     ]
+
+
+def test_memory_is_what_a_rival_added(monkeypatch):
+    import contextlib
+
+    import rivals
+
+    now = {"allocated": 10, "reserved": 20, "peak": 50, "reserved peak": 55, "free": 900}
+
+    def reset(device):
+        now["peak"], now["reserved peak"] = now["allocated"], now["reserved"]
+
+    def figure(name):
+        return lambda device: now[name] << 20
+
+    for name, stand_in in {
+        "init": lambda: None,
+        "device": lambda device: contextlib.nullcontext(),
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": reset,
+        "memory_allocated": figure("allocated"),
+        "memory_reserved": figure("reserved"),
+        "max_memory_allocated": figure("peak"),
+        "max_memory_reserved": figure("reserved peak"),
+        "mem_get_info": lambda device: (now["free"] << 20, 1000 << 20),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    watch = rivals.MemoryWatch([torch.device("cuda", 0), torch.device("cuda", 0)])
+    now.update({"allocated": 30, "peak": 60, "reserved peak": 90, "free": 700})
+    assert watch.read() == ([50.0], [70.0], [200.0])
+    assert rivals.MemoryWatch([torch.device("cpu")]).read() == ([], [], [])
