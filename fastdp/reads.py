@@ -1,11 +1,11 @@
 """What a forward reads that it neither was given nor made: tensors in globals, closures and plain
 attributes. A recording bakes in their addresses, so it has to hold them; a value on the host would
-be baked in itself.
+be baked in itself; and gradients reach only what the recording gives them back for.
 """
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Set
+from typing import Any, Dict, Iterator, List, Sequence, Set
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,6 +55,41 @@ class Reads(TorchDispatchMode):
                 "is no argument, parameter or buffer: its value would be frozen"
             )
         self._held[_memory(tensor)] = tensor
+
+    def check_leaves(self, outputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
+        """After the forward.
+
+        Raises:
+            NotRecordable: the outputs depend on a leaf that is none of `own`, nor the forward's
+                work: nobody would get its gradient.
+        """
+        for leaf in _leaves(outputs):
+            stranger = isinstance(leaf, torch.nn.Parameter) or _memory(leaf) not in self._made
+            if stranger and all(leaf is not known for known in own):
+                raise NotRecordable(
+                    f"it reads a tensor of shape {tuple(leaf.shape)} that needs gradients and is "
+                    "no parameter of its replica: they would be lost. Register it in the module, "
+                    "and read it from self"
+                )
+
+
+def _leaves(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The leaves of autograd's graph below these."""
+    nodes = []
+    for tensor in outputs:
+        if tensor.grad_fn is not None:
+            nodes.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            yield tensor
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
 
 
 def _memory(tensor: torch.Tensor) -> int:

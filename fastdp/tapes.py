@@ -69,6 +69,7 @@ class Tape:
         self.output: Any = None
         self.leaf_gradients: Tuple[Optional[torch.Tensor], ...] = ()
         self.held: List[torch.Tensor] = []
+        self.reads: Optional[Reads] = None
 
     def begin(self, source: Source, row: Any, named: Any) -> Tuple[Tensors, Tensors]:
         """(parameters, buffers) of the replica, in the order of the source; new for every attempt,
@@ -121,10 +122,14 @@ class Tape:
         known = [*self.inputs, *self.module.parameters(), *self.module.buffers()]
         with Reads(self.device, known) as reads:
             self.forward()
-        self.held = reads.held
+        self.held, self.reads = reads.held, reads
 
     def backward(self, columns: Sequence[Column]) -> None:
         wanted = [column for column in columns if column.differentiable]
+        if self.reads is not None:
+            outputs = [column.live[self.rank] for column in wanted]
+            self.reads.check_leaves(outputs, self.anchors + self.leaves)
+            self.reads = None
         gradients = torch.autograd.grad(
             [column.live[self.rank] for column in wanted],
             self.anchors + self.leaves,
