@@ -1,0 +1,157 @@
+"""What a forward reads that is no argument, parameter or buffer: it is kept alive, or the step is
+not recorded. What cannot be seen is shown too, as docs/engines.md tells it."""
+
+import gc
+
+import pytest
+import torch
+from engine_cases import ON_GPUS, SETTLED, WATCHED, Twins, identical, noise, reasons, squares, steps
+from nets import Apply
+from torch import nn
+
+AHEAD = WATCHED["graph"]
+
+
+def rows(means, seed=0):
+    return noise(means, 6, 3, seed=seed)
+
+
+def train(twins, means, count=SETTLED + 2):
+    for seed in range(count):
+        twins.step(rows(means, seed))
+
+
+# Leaves whose gradients would be lost.
+
+
+def test_a_parameter_of_nobody(means):
+    """Of a closure, in no module: it gets its gradient, since the step stays eager."""
+    outside = nn.Parameter(noise(means, 2, seed=40))
+    module = Apply(lambda m, x: m.lin(x) * outside.to(x.device))
+    twins = Twins(means, module, "auto")
+    twins.each(lambda m: setattr(m, "function", module.function))  # deepcopy keeps functions
+    gradients = []
+    for dp in (*twins.both, twins.recorded):
+        outside.grad = None
+        for seed in range(SETTLED):
+            squares(dp(rows(means, seed))).backward()
+        gradients.append(outside.grad)
+    for gradient in gradients:
+        identical(gradient, gradients[0])
+    twins.ran(eager=2 * SETTLED)
+    assert "that needs gradients and is no parameter of its replica" in reasons(twins.recorded)
+
+
+@pytest.mark.parametrize("means", ["cpu", "cpu-twice", "gpu", "gpu-twice"], indirect=True)
+def test_the_modules_own_parameter_by_another_way(means):
+    """A closure over the module itself reads past the replica."""
+    twins = Twins(means, Apply(None), "auto", optimizer=False, sequential=True)
+    for dp in twins.both:
+        base = dp.module
+        base.function = lambda m, x, base=base: m.lin(x) + base.lin.weight[:, 0]
+    train(twins, means)
+    assert steps(twins.recorded)["graph"] == 0
+    assert "that needs gradients and is no parameter of its replica" in reasons(twins.recorded)
+
+
+def test_leaves_that_a_forward_makes(means):
+    """Forces as the derivative of an energy: a leaf of the forward's own is no stranger."""
+
+    def forces(module, x):
+        place = x.detach().requires_grad_()
+        energy = module.lin(place).pow(2).sum()
+        (slope,) = torch.autograd.grad(energy, place, create_graph=True)
+        return slope
+
+    class Forces(Apply):
+        def forward(self, x):
+            with torch.enable_grad():
+                return self.function(self, x)
+
+    twins = Twins(means, Forces(forces), lr=1e-6)
+    train(twins, means, AHEAD + 3)
+    twins.ran(eager=AHEAD, graph=3)
+
+
+def test_a_leaf_that_forward_reads_without_gradients(means):
+    outside = nn.Parameter(noise(means, 2, seed=40))
+    twins = Twins(means, Apply(lambda m, x: m.lin(x) * outside.detach().to(x.device)), lr=1e-6)
+    if len(set(means.ids)) == 1:
+        train(twins, means, AHEAD + 2)
+        twins.ran(eager=AHEAD, graph=2)
+
+
+# Values.
+
+
+@pytest.mark.parametrize("means", ON_GPUS, indirect=True)
+def test_a_tensor_on_the_host(means):
+    """Its value would be baked in."""
+    factor = torch.tensor(2.0, dtype=torch.float64)
+    twins = Twins(means, Apply(lambda m, x: m.lin(x) * factor), "auto", lr=1e-6)
+    for seed in range(SETTLED + 2):
+        twins.step(rows(means, seed))
+        factor += 1
+    twins.ran(eager=SETTLED + 2)
+    assert "on cpu that is no argument, parameter or buffer" in reasons(twins.recorded)
+
+
+@pytest.mark.parametrize("means", ["gpu", "gpu-twice"], indirect=True)
+def test_a_global_tensor_lives_as_long_as_its_recording(means):
+    """Dropped by everybody else: what is at its address is still it."""
+    outside = {"table": noise(means, 1 << 16, seed=40)}
+    twins = Twins(means, Apply(lambda m, x: m.lin(x) * outside["table"][:2]), optimizer=False)
+    train(twins, means, AHEAD + 1)
+    want = twins.recorded(rows(means)).detach()
+    outside.clear()
+    gc.collect()
+    poison = [torch.full((1 << 16,), float("nan"), device=means.home) for _ in range(8)]
+    identical(twins.recorded(rows(means)).detach(), want)
+    assert steps(twins.recorded)["graph"] == 3 and len(poison) == 8
+
+
+@pytest.mark.parametrize("means", ["gpu", "gpu-twice"], indirect=True)
+def test_a_global_tensor_that_is_written_in_place_is_read_anew(means):
+    outside = noise(means, 2, seed=40)
+    twins = Twins(means, Apply(lambda m, x: m.lin(x) * outside), lr=1e-6)
+    for seed in range(AHEAD + 3):
+        twins.step(rows(means, seed))
+        outside += 1
+    twins.ran(eager=AHEAD, graph=3)
+
+
+@pytest.mark.parametrize("means", ON_GPUS, indirect=True)
+def test_a_global_number_is_frozen(means):
+    """The limit that docs/engines.md tells of: nothing shows that a global was changed."""
+    outside = {"factor": 2.0}
+    dp = means.wrap(Apply(lambda m, x: m.lin(x) * outside["factor"]))
+    with torch.no_grad():
+        for _ in range(AHEAD + 1):
+            want = dp(rows(means))
+        outside["factor"] = 3.0
+        identical(dp(rows(means)), want)
+    assert steps(dp) == {"eager": AHEAD, "graph": 2}
+
+
+def test_constants_that_a_forward_makes(means):
+    """torch.tensor(...) of numbers, arange, zeros: made anew in each replay, or baked in alike."""
+
+    def constants(module, x):
+        steps = torch.arange(2, device=x.device, dtype=x.dtype)
+        return module.lin(x) * steps + torch.zeros(2, device=x.device, dtype=x.dtype)
+
+    twins = Twins(means, Apply(constants), lr=1e-6)
+    train(twins, means, AHEAD + 3)
+    twins.ran(eager=AHEAD, graph=3)
+
+
+def test_a_plain_attribute(means):
+    """A tensor that is no buffer: replaced or, on the host, written, it is recorded anew."""
+    module = Apply(lambda m, x: m.lin(x) * m.table.to(x.device))
+    module.table = noise(means, 2, seed=40)
+    twins = Twins(means, module, "auto", lr=1e-6)
+    train(twins, means)
+    twins.each(lambda m: setattr(m, "table", m.table * 2))
+    train(twins, means)
+    if len(set(means.ids)) == 1:
+        assert [f["engine"] for f in twins.recorded.report()["forwards"]] == ["graph"]
