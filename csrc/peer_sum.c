@@ -54,6 +54,7 @@ done:
 
 static fdp_status enqueue_sums(const fdp_endpoint *endpoint, const fdp_span_sums *sums) {
   if (sums->count == 0) return FDP_OK;
+  for (int32_t i = 0; i < sums->count; ++i) sums->sums[i].over_link = true;
   return endpoint->device->ops->sum(endpoint->device, endpoint->stream, sums->sums, sums->count);
 }
 

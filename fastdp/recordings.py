@@ -201,10 +201,12 @@ class Recording:
     def forward(self, call: Call) -> List[torch.Tensor]:
         communication = self._communication
         call.compute = Snapshot(self._devices)
-        self._send(call.tensors)
+        # Arguments first: a copy engine does what it is given in order, and a small copy behind all
+        # parameters would hold up the start of every replica.
         with torch.no_grad():
             call.fill()
         call.fill = None
+        self._send(call.tensors)
         for graph in self._forwards:
             graph.replay()
         # The parameters may be written once this returns: after the copies out of them.

@@ -7,6 +7,7 @@
 #ifndef FDP_KERNELS_H
 #define FDP_KERNELS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "../csrc/dtype.h"
@@ -41,13 +42,16 @@ typedef struct fdp_segment {
  * none but NULL sources the target becomes zero. fp16 and bf16 are added up in fp32 and rounded
  * once; integers wrap; bool is "or". The target may be one of the sources, else they are disjoint.
  * With exactly one source that is not NULL the bits are copied: -0.0 and NaN stay as they are. With
- * more, NULL ones are left out, so that two -0.0 and a NULL make -0.0. */
+ * more, NULL ones are left out, so that two -0.0 and a NULL make -0.0. `over_link`: some source is
+ * another GPU's memory, so the launch is kept small: threads that wait for a link keep the
+ * multiprocessors from compute that runs beside. */
 typedef struct fdp_sum {
   void *target;
   const void *const *sources; /* source_count pointers */
   int32_t source_count;       /* 1 to FDP_MAX_REPLICAS */
   int64_t count_elems;
   fdp_dtype dtype; /* fdp_dtype_can_sum */
+  bool over_link;
 } fdp_sum;
 
 int fdp_ref_copy_strided(const fdp_strided_copy *copies, int32_t copy_count, void *stream);

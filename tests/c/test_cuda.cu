@@ -104,6 +104,7 @@ static void sum_bind(const sum_list *list, char *base, fdp_sum *sums, const void
     sums[i].source_count = list->source_counts[i];
     sums[i].count_elems = list->counts[i];
     sums[i].dtype = list->types[i]->dtype;
+    sums[i].over_link = list->count % 2 == 0; /* whichever the size of the launch */
     first += list->source_counts[i];
   }
 }

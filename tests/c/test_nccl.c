@@ -161,7 +161,7 @@ static void check_sum(rig *ranks, fdp_dtype dtype, int32_t home, const int32_t *
   }
   target = rig_array_open(dtype, 1, shape, RIG_ROWS, ranks->ids[home]);
   wanted = rig_array_open(dtype, 1, shape, RIG_ROWS, host);
-  fdp_sum sum = {wanted.view.data, addresses, count, LENGTH, dtype};
+  fdp_sum sum = {wanted.view.data, addresses, count, LENGTH, dtype, false};
   CHECK_EQUAL(fdp_ref_sum(&sum, 1, NULL), 0);
   CHECK_OK(fdp_reduce(ranks->context, views, streams, count, &target.view, ranks->streams[home]));
   rig_finish(ranks);

@@ -74,9 +74,9 @@ static void test_shards(void) {
 static void test_cut(void) {
   static float target[300], first[300], second[300];
   const void *sources[] = {first, NULL, first + 20, second + 20, NULL, second + 220};
-  const fdp_sum sums[] = {{target, sources, 2, 17, float32},
-                          {target + 20, sources + 2, 2, 190, float32},
-                          {target + 220, sources + 4, 2, 80, float32}};
+  const fdp_sum sums[] = {{target, sources, 2, 17, float32, false},
+                          {target + 20, sources + 2, 2, 190, float32, false},
+                          {target + 220, sources + 4, 2, 80, float32, false}};
   fdp_span_sums all = {0}, shard = {0};
   CHECK_OK(fdp_span_sums_open(&all, sums, 3, 2, target));
   CHECK_OK(fdp_span_sums_open(&shard, sums, 3, 2, target));
