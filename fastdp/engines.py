@@ -79,7 +79,7 @@ class _Entry:
         self.watched = 0
         self.restarts = 0
         self.reason = ""  # why it is eager for good
-        self.note = ""  # why the last step was not the recorded one, for this once
+        self.note = ""  # why the last eager step was, where a recorded one had been there
         self.snapshot: Any = None
         self.recording: Optional[Recording] = None
         self.place: Hashable = None  # of the module's tensors, as recorded
@@ -311,7 +311,6 @@ class Engine:
 
     def _replay(self, entry: _Entry, pieces: Any, source: Source) -> Callable[[], Any]:
         entry.steps["graph"] += 1
-        entry.note = ""
         outputs = entry.recording.run(pieces, source.tensors)
         return lambda: outputs
 
