@@ -1,21 +1,32 @@
 #include "py_slots.h"
 
+#include <string.h>
+
 #include "bucket_slots.h"
 #include "py_borrow.h"
 #include "py_bucket.h"
 #include "py_layout.h"
 
-/* One slot: the piece of the buffer that begins with it, and the shape and strides that the piece
- * takes on in place; NULL where it has them already. */
+/* Where a slot is found: in a piece of the buffer, or, with `run` >= 0, in a piece of a run. `shape`
+ * and `strides` are what the piece takes on in place; NULL where it has them already. */
 typedef struct cut {
-  int32_t piece;
+  int32_t piece, run;
   PyObject *shape, *strides;
 } cut;
+
+/* Slots that lie one behind the other and differ in their first dimension only: one piece of the
+ * buffer takes on a shape for all, and is split again along that dimension. */
+typedef struct cut_run {
+  int32_t piece;
+  PyObject *shape, *strides;
+  PyObject *rows; /* list: of each piece, gaps between slots included */
+} cut_run;
 
 struct fdp_py_cuts {
   int64_t length_elems; /* of the buffers that it was made for */
   PyObject *sizes;      /* list: elements of each piece, gaps between slots included */
-  int32_t count;
+  int32_t count, run_count;
+  cut_run *runs;
   cut items[];
 };
 
@@ -25,55 +36,114 @@ void fdp_py_cuts_free(fdp_py_cuts *cuts) {
     Py_XDECREF(cuts->items[i].shape);
     Py_XDECREF(cuts->items[i].strides);
   }
+  for (int32_t i = 0; i < cuts->run_count; i++) {
+    Py_XDECREF(cuts->runs[i].shape);
+    Py_XDECREF(cuts->runs[i].strides);
+    Py_XDECREF(cuts->runs[i].rows);
+  }
+  PyMem_Free(cuts->runs);
   Py_XDECREF(cuts->sizes);
   PyMem_Free(cuts);
 }
 
-static int add_piece(fdp_py_cuts *cuts, int64_t size_elems) {
-  PyObject *size = PyLong_FromLongLong(size_elems);
-  int result = size == NULL ? -1 : PyList_Append(cuts->sizes, size);
+static fdp_view slot_view(const fdp_bucket *plan, int32_t i) {
+  return fdp_bucket_slot(plan, i, NULL, (fdp_device_id){FDP_DEVICE_HOST, 0});
+}
 
-  Py_XDECREF(size);
+static int64_t slot_begin(const fdp_bucket *plan, int32_t i) {
+  return fdp_bucket_offset_bytes(plan, i) / (int64_t)fdp_dtype_bytes(plan->dtype);
+}
+
+/* Where slot `i` ends and its gap begins: slots are dense. */
+static int64_t slot_end(const fdp_bucket *plan, int32_t i) {
+  return slot_begin(plan, i) + plan->slots[i].count_elems;
+}
+
+static int add_size(PyObject *list, int64_t size) {
+  PyObject *number = PyLong_FromLongLong(size);
+  int result = number == NULL ? -1 : PyList_Append(list, number);
+
+  Py_XDECREF(number);
   return result;
 }
 
-/* A slot of one dimension is a piece as it stands, and what lies behind it a piece of its own: one
- * piece more costs a third of changing a shape. Every other slot takes on its shape. */
-static int cut_slot(const fdp_bucket *plan, int32_t i, int64_t begin, int64_t end, cut *item,
-                    fdp_py_cuts *cuts) {
-  fdp_view slot = fdp_bucket_slot(plan, i, NULL, (fdp_device_id){FDP_DEVICE_HOST, 0});
+/* What stands behind a slot is a piece of its own: that costs a third of changing a shape. */
+static int add_gap(PyObject *list, int64_t size) { return size > 0 ? add_size(list, size) : 0; }
 
-  item->piece = (int32_t)PyList_GET_SIZE(cuts->sizes);
-  if (slot.ndim == 1 && (slot.strides[0] == 1 || slot.shape[0] <= 1)) {
-    if (add_piece(cuts, slot.shape[0]) < 0) return -1;
-    end -= slot.shape[0];
-    return end > begin ? add_piece(cuts, end - begin) : 0;
+/* Elements of a slot's row, if rows along its first dimension lie one behind the other; else 0. */
+static int64_t row_elems(const fdp_view *slot, int64_t count_elems) {
+  if (slot->ndim < 2 || count_elems == 0) return 0;
+  return slot->strides[0] * slot->shape[0] == count_elems ? slot->strides[0] : 0;
+}
+
+/* True if slot `i` goes on where the slot before it ends, but for whole rows. */
+static bool continues(const fdp_bucket *plan, int32_t i) {
+  fdp_view slot = slot_view(plan, i), before = slot_view(plan, i - 1);
+  int64_t row = row_elems(&slot, plan->slots[i].count_elems);
+
+  if (row == 0 || slot.ndim != before.ndim ||
+      row != row_elems(&before, plan->slots[i - 1].count_elems))
+    return false;
+  for (int32_t d = 1; d < slot.ndim; d++)
+    if (slot.shape[d] != before.shape[d] || slot.strides[d] != before.strides[d]) return false;
+  return (slot_begin(plan, i) - slot_begin(plan, i - 1)) % row == 0;
+}
+
+/* The run of the slots `first` to `last`. */
+static int cut_run_of(const fdp_bucket *plan, int32_t first, int32_t last, fdp_py_cuts *cuts) {
+  fdp_view slot = slot_view(plan, first);
+  int64_t row = row_elems(&slot, plan->slots[first].count_elems);
+  cut_run *run = &cuts->runs[cuts->run_count++];
+  int64_t shape[FDP_MAX_DIMS];
+
+  memcpy(shape, slot.shape, (size_t)slot.ndim * sizeof shape[0]);
+  shape[0] = (slot_end(plan, last) - slot_begin(plan, first)) / row;
+  *run = (cut_run){(int32_t)PyList_GET_SIZE(cuts->sizes), fdp_py_integers(shape, slot.ndim),
+                   fdp_py_integers(slot.strides, slot.ndim), PyList_New(0)};
+  if (run->shape == NULL || run->strides == NULL || run->rows == NULL) return -1;
+  for (int32_t i = first; i <= last; i++) {
+    cut *item = &cuts->items[i];
+
+    item->run = cuts->run_count - 1;
+    item->piece = (int32_t)PyList_GET_SIZE(run->rows);
+    if (add_size(run->rows, plan->slots[i].count_elems / row) < 0) return -1;
+    if (i < last && add_gap(run->rows, (slot_begin(plan, i + 1) - slot_end(plan, i)) / row) < 0)
+      return -1;
   }
-  item->shape = fdp_py_integers(slot.shape, slot.ndim);
-  item->strides = fdp_py_integers(slot.strides, slot.ndim);
-  if (item->shape == NULL || item->strides == NULL) return -1;
-  return add_piece(cuts, end - begin);
+  return add_size(cuts->sizes, slot_end(plan, last) - slot_begin(plan, first));
+}
+
+static int cut_slot(const fdp_bucket *plan, int32_t i, fdp_py_cuts *cuts) {
+  fdp_view slot = slot_view(plan, i);
+  cut *item = &cuts->items[i];
+
+  item->run = -1;
+  item->piece = (int32_t)PyList_GET_SIZE(cuts->sizes);
+  if (slot.ndim != 1 || (slot.strides[0] != 1 && slot.shape[0] > 1)) {
+    item->shape = fdp_py_integers(slot.shape, slot.ndim);
+    item->strides = fdp_py_integers(slot.strides, slot.ndim);
+    if (item->shape == NULL || item->strides == NULL) return -1;
+  }
+  return add_size(cuts->sizes, plan->slots[i].count_elems);
 }
 
 static fdp_py_cuts *make_cuts(const fdp_bucket *plan, int64_t length_elems) {
-  int32_t count = fdp_bucket_count(plan);
-  int64_t item_bytes = (int64_t)fdp_dtype_bytes(plan->dtype);
+  int32_t count = fdp_bucket_count(plan), last;
   fdp_py_cuts *cuts = PyMem_Calloc(1, sizeof *cuts + (size_t)count * sizeof cuts->items[0]);
-  int64_t end = 0;
 
   if (cuts == NULL) return (fdp_py_cuts *)PyErr_NoMemory();
   cuts->length_elems = length_elems;
+  cuts->count = count;
   cuts->sizes = PyList_New(0);
-  if (cuts->sizes == NULL) goto failed;
-  if (fdp_bucket_offset_bytes(plan, 0) > 0 &&
-      add_piece(cuts, fdp_bucket_offset_bytes(plan, 0) / item_bytes) < 0)
-    goto failed;
-  for (int32_t i = 0; i < count; i++) {
-    int64_t begin = fdp_bucket_offset_bytes(plan, i) / item_bytes;
-
-    end = i + 1 < count ? fdp_bucket_offset_bytes(plan, i + 1) / item_bytes : length_elems;
-    cuts->count = i + 1;
-    if (cut_slot(plan, i, begin, end, &cuts->items[i], cuts) < 0) goto failed;
+  cuts->runs = PyMem_Calloc((size_t)count / 2 + 1, sizeof *cuts->runs);
+  if (cuts->runs == NULL) PyErr_NoMemory();
+  if (cuts->sizes == NULL || cuts->runs == NULL) goto failed;
+  if (add_gap(cuts->sizes, slot_begin(plan, 0)) < 0) goto failed;
+  for (int32_t i = 0; i < count; i = last + 1) {
+    for (last = i; last + 1 < count && continues(plan, last + 1); last++) continue;
+    if ((last > i ? cut_run_of(plan, i, last, cuts) : cut_slot(plan, i, cuts)) < 0) goto failed;
+    int64_t next = last + 1 < count ? slot_begin(plan, last + 1) : length_elems;
+    if (add_gap(cuts->sizes, next - slot_end(plan, last)) < 0) goto failed;
   }
   return cuts;
 failed:
@@ -93,39 +163,65 @@ static const fdp_py_cuts *find_cuts(fdp_py_bucket *bucket, int64_t length_elems)
   return made;
 }
 
-static int take_on_shape(PyObject *piece, const cut *item, PyObject *method) {
-  PyObject *arguments[3] = {piece, item->shape, item->strides};
-  PyObject *result = PyObject_VectorcallMethod(method, arguments, 3, NULL);
+static int take_on_shape(const fdp_py_names *names, PyObject *piece, PyObject *shape,
+                         PyObject *strides) {
+  PyObject *arguments[3] = {piece, shape, strides};
+  PyObject *result = PyObject_VectorcallMethod(names->as_strided_in_place, arguments, 3, NULL);
 
   Py_XDECREF(result);
   return result == NULL ? -1 : 0;
 }
 
-static PyObject *split(const fdp_py_cuts *cuts, const fdp_py_names *names, PyObject *flat) {
-  PyObject *arguments[2] = {flat, cuts->sizes};
+/* A tuple with one piece of the tensor for each of the sizes, along its first dimension. */
+static PyObject *split_one(const fdp_py_names *names, PyObject *tensor, PyObject *sizes) {
+  PyObject *arguments[2] = {tensor, sizes};
   PyObject *pieces = PyObject_VectorcallMethod(names->unsafe_split, arguments, 2, NULL);
-  PyObject *slots = NULL;
-  Py_ssize_t count;
 
   if (pieces == NULL) return NULL;
-  count = PyList_GET_SIZE(cuts->sizes);
-  if (!PyTuple_Check(pieces) || PyTuple_GET_SIZE(pieces) != count) {
+  if (!PyTuple_Check(pieces) || PyTuple_GET_SIZE(pieces) != PyList_GET_SIZE(sizes)) {
     PyErr_Format(PyExc_TypeError, "unsafe_split_with_sizes: expected a tuple of %zd tensors, got "
-                 "%R", count, pieces);
-    goto done;
+                 "%R", PyList_GET_SIZE(sizes), pieces);
+    Py_CLEAR(pieces);
   }
-  slots = PyTuple_New(cuts->count);
+  return pieces;
+}
+
+/* The pieces of every run: a tuple of tuples. */
+static PyObject *split_runs(const fdp_py_cuts *cuts, const fdp_py_names *names,
+                            PyObject *pieces) {
+  PyObject *runs = PyTuple_New(cuts->run_count);
+
+  for (int32_t i = 0; runs != NULL && i < cuts->run_count; i++) {
+    const cut_run *run = &cuts->runs[i];
+    PyObject *piece = PyTuple_GET_ITEM(pieces, run->piece), *rows = NULL;
+
+    if (take_on_shape(names, piece, run->shape, run->strides) == 0)
+      rows = split_one(names, piece, run->rows);
+    if (rows == NULL)
+      Py_CLEAR(runs);
+    else
+      PyTuple_SET_ITEM(runs, i, rows);
+  }
+  return runs;
+}
+
+static PyObject *split(const fdp_py_cuts *cuts, const fdp_py_names *names, PyObject *flat) {
+  PyObject *pieces = split_one(names, flat, cuts->sizes);
+  PyObject *runs = pieces == NULL ? NULL : split_runs(cuts, names, pieces);
+  PyObject *slots = runs == NULL ? NULL : PyTuple_New(cuts->count);
+
   for (int32_t i = 0; slots != NULL && i < cuts->count; i++) {
     const cut *item = &cuts->items[i];
-    PyObject *piece = PyTuple_GET_ITEM(pieces, item->piece);
+    PyObject *from = item->run < 0 ? pieces : PyTuple_GET_ITEM(runs, item->run);
+    PyObject *slot = PyTuple_GET_ITEM(from, item->piece);
 
-    if (item->shape != NULL && take_on_shape(piece, item, names->as_strided_in_place) < 0)
+    if (item->shape != NULL && take_on_shape(names, slot, item->shape, item->strides) < 0)
       Py_CLEAR(slots);
     else
-      PyTuple_SET_ITEM(slots, i, Py_NewRef(piece));
+      PyTuple_SET_ITEM(slots, i, Py_NewRef(slot));
   }
-done:
-  Py_DECREF(pieces);
+  Py_XDECREF(runs);
+  Py_XDECREF(pieces);
   return slots;
 }
 

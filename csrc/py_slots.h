@@ -1,7 +1,8 @@
 /* Tensors of torch's own making, made many at a time. Bucket.split: every slot of a flat buffer as
  * a tensor of the buffer's storage, where the exchange table must not be used (py_views.h): on
  * GPUs, since `record_stream` does nothing on memory that came in by it, and in a torch without
- * one. become and aliases: the classes of tensors. torch is asked by public methods only. Needs the
+ * one; slots that differ in their first dimension only, side by side, by one call. become and
+ * aliases: the classes of tensors. torch is asked by public methods only. Needs the
  * GIL; touches no stream. */
 #ifndef FDP_PY_SLOTS_H
 #define FDP_PY_SLOTS_H

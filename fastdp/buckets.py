@@ -219,6 +219,11 @@ def find_transport(devices: Sequence[torch.device], transport: Optional[str]) ->
     return _C.transport(numbers, transport)
 
 
+def _row_of(tensor: torch.Tensor) -> Tuple[Tuple[int, ...], Tuple[int, ...]]:
+    """What tensors have in common that differ in their first dimension only."""
+    return tuple(tensor.shape[1:]), tuple(tensor.stride()[1:])
+
+
 def make_buckets(
     tensors: Sequence[torch.Tensor],
     left_out: Collection[int],
@@ -234,11 +239,11 @@ def make_buckets(
     an RNN, `apart`), each of one dtype and one requires_grad, for all tensors but those at the
     places `left_out`. The first `parameter_count` tensors are parameters. Buckets with buffers come
     first, since a replica 0 that updates a buffer in place has to wait until it was read; then in
-    the order of their first tensors."""
+    the order of their first tensors. Within a bucket order is of no matter."""
     open_buckets: dict = {}
-    groups: List[Sequence[int]] = [flat.places for flat in apart]
+    made: List[List[int]] = []
     flats = {flat.places: flat for flat in apart}
-    settled = set(left_out).union(*groups)
+    settled = set(left_out).union(*flats)
     for place, tensor in enumerate(tensors):
         if place in settled:
             continue
@@ -247,9 +252,13 @@ def make_buckets(
         group, filled = open_buckets.get(key, (None, 0))
         if group is None or filled + size_bytes > limit_bytes:
             group, filled = [], 0
-            groups.append(group)
+            made.append(group)
         group.append(place)
         open_buckets[key] = (group, filled + size_bytes)
+    for group in made:
+        # Alike ones side by side: their slots are made by one split (csrc/py_slots.h).
+        group.sort(key=lambda place: _row_of(tensors[place]))
+    groups: List[Sequence[int]] = [*flats, *made]
     groups.sort(key=lambda group: (max(group) < parameter_count, min(group)))
     return [
         Bucket(

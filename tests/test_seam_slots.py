@@ -69,6 +69,43 @@ def test_given_offsets(way, first):
         check_split(bucket, tensors, filled(bucket, tensors, end + more))
 
 
+def rows(*shapes, channels_last=False):
+    made = [torch.arange(torch.Size(shape).numel()).float().view(shape) for shape in shapes]
+    if channels_last:
+        made = [tensor.to(memory_format=torch.channels_last) for tensor in made]
+    return tuple(made)
+
+
+RUNS = {
+    "rows of 64 bytes": rows((3, 16), (1, 16), (7, 16), (2, 16)),
+    "aligned only now and then": rows((3, 5), (16, 5), (16, 5), (1, 5), (5, 5), (16, 5), (3, 5)),
+    "two runs": rows((3, 16), (4, 16), (2, 2, 4), (3, 2, 4), (8, 2, 4)),
+    "ends of runs": rows((16,), (4, 16), (4, 16), (16,), (4, 16), (4, 8), (), (4, 16), (4, 16)),
+    "empty ones between": rows((4, 16), (0, 16), (4, 16), (4, 0), (4, 16)),
+    "channels last": rows((4, 8, 3, 3), (2, 8, 3, 3), (4, 4, 1, 1), (8, 4, 1, 1), channels_last=True),
+    "of other strides": (*rows((4, 16), (4, 16)), *(t.t() for t in rows((16, 4), (16, 4)))),
+    "one column": (*rows((16, 1), (32, 1)), *(t.t() for t in rows((1, 16), (1, 16), (1, 32)))),
+}
+
+
+@pytest.mark.parametrize("way_of", ["aligned", "one behind the other"])
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_of_slots_that_are_alike(name, way_of):
+    tensors, offsets, end = RUNS[name], [], 3
+    for tensor in tensors:
+        offsets.append(end)
+        end += tensor.numel()
+    bucket = _C.Bucket(tensors, tuple(offsets) if way_of != "aligned" else None)
+    check_split(bucket, tensors, filled(bucket, tensors, bucket.size_elems + 5))
+    slots = bucket.split(torch.zeros(bucket.size_elems))
+    before = [slot._version for slot in slots]
+    for k, slot in enumerate(slots):
+        assert not slot._is_view() and slot._base is None
+        slot.add_(1)
+        before[k] += 1
+        assert [each._version for each in slots] == before
+
+
 def test_a_buffer_that_does_not_begin_its_storage():
     tensors = prototypes()
     bucket = _C.Bucket(tensors)
