@@ -1,5 +1,5 @@
-"""Between a recorded forward and its backward, and after: what autograd allows, what it refuses, and
-that a recording is free again for the next step, whatever became of the last."""
+"""Between a recorded forward and its backward, and after: what autograd allows and what it refuses,
+and that a recording is free again for the next step, whatever became of the last."""
 
 import gc
 import threading
