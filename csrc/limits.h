@@ -54,6 +54,13 @@
 #define FDP_PEER_SHARDED_BYTES (INT64_C(512) << 10)
 #endif
 
+/* Up to this size two GPUs move data by a kernel that reads the other's memory: a copy engine needs
+ * 14 us to start (two H200), a kernel 4. Above it the kernel would keep multiprocessors busy for
+ * long. */
+#ifndef FDP_PEER_DIRECT_BYTES
+#define FDP_PEER_DIRECT_BYTES (INT64_C(16) << 20)
+#endif
+
 /* Chunk in which a larger bucket passes between two GPUs (peer_leads.h), and how many there are at
  * most: each costs the host some launches. */
 #ifndef FDP_PEER_CHUNK_BYTES

@@ -54,6 +54,27 @@ static fdp_status pack_scratch(const peer_broadcast *work, int64_t begin, int64_
                                  count);
 }
 
+/* One launch on the target's device reads home's tensors: no scratch, no copy engine. The segments
+ * alone are written, not the gaps, so nobody may copy the flat as a whole. */
+static bool is_direct(const peer_broadcast *work) {
+  int32_t away = 0;
+  for (int32_t i = 0; i < work->target_count; ++i) away += !is_at_home(work, i);
+  return away == 1 && work->size_bytes <= FDP_PEER_DIRECT_BYTES;
+}
+
+static fdp_status pull_directly(const peer_broadcast *work, const fdp_segment *segments,
+                                int32_t segment_count) {
+  int32_t lead = work->leads.indices[0];
+  const fdp_endpoint *target = &work->targets[lead];
+  fdp_status status;
+  FDP_TRY(fdp_endpoint_after(work->home, target));
+  FDP_TRY(target->device->ops->pack(target->device, target->stream, work->flats[lead], segments,
+                                    segment_count));
+  FDP_TRY(fdp_endpoint_after(target, work->home));
+done:
+  return status;
+}
+
 static fdp_status start_leads(const peer_broadcast *work) {
   fdp_status status = FDP_OK;
   for (int32_t i = 0; i < work->leads.count; ++i) {
@@ -189,7 +210,11 @@ fdp_status fdp_peer_pack(fdp_lanes *lanes, const fdp_endpoint *home, const fdp_s
   for (int32_t i = 0; i < target_count; ++i) {
     if (is_at_home(&work, i)) FDP_TRY(fdp_endpoint_after(home, &targets[i]));
   }
-  if (work.leads.count > 0) FDP_TRY(carry(&work, segments, segment_count));
+  if (is_direct(&work)) {
+    FDP_TRY(pull_directly(&work, segments, segment_count));
+  } else if (work.leads.count > 0) {
+    FDP_TRY(carry(&work, segments, segment_count));
+  }
   FDP_TRY(follow(&work));
   for (int32_t i = 0; i < target_count; ++i) {
     if (!is_at_home(&work, i)) continue;

@@ -44,6 +44,20 @@ done:
   return status;
 }
 
+static fdp_status pull(const fdp_transfer *transfer) {
+  const fdp_endpoint *target = &transfer->target;
+  int64_t size_bytes = 0;
+  for (int32_t i = 0; i < transfer->copy_count; ++i) {
+    size_bytes += transfer->copies[i].ndim == 0 ? transfer->copies[i].item_bytes : 0;
+  }
+  if (transfer->source.device == target->device || size_bytes > FDP_PEER_DIRECT_BYTES) {
+    return fdp_endpoint_copy(target, transfer->copies, transfer->copy_count);
+  }
+  if (transfer->copy_count == 0) return FDP_OK;
+  return target->device->ops->copy_strided(target->device, target->stream, transfer->copies,
+                                           transfer->copy_count);
+}
+
 /* Three passes, as in transport_local.c: each target's stream reads its source's memory. */
 static fdp_status peer_copy(const fdp_transport *transport, const fdp_transfer *transfers,
                             int32_t transfer_count) {
@@ -53,8 +67,7 @@ static fdp_status peer_copy(const fdp_transport *transport, const fdp_transfer *
     FDP_TRY(fdp_endpoint_after(&transfers[i].source, &transfers[i].target));
   }
   for (int32_t i = 0; i < transfer_count; ++i) {
-    FDP_TRY(fdp_endpoint_copy(&transfers[i].target, transfers[i].copies,
-                              transfers[i].copy_count));
+    FDP_TRY(pull(&transfers[i]));
   }
   for (int32_t i = 0; i < transfer_count; ++i) {
     FDP_TRY(fdp_endpoint_after(&transfers[i].target, &transfers[i].source));

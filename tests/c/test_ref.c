@@ -135,7 +135,7 @@ static void check_halves(const case_dtype *type, const uint16_t *const *sources,
   const void *addresses[3] = {sources[0], sources[1], count > 2 ? sources[2] : NULL};
   oracle_sum(type, (char *)wanted, (const char *const *)addresses, count, 65536);
   for (int f = 0; f < 2; f++) {
-    fdp_sum sum = {got, addresses, count, 65536, type->dtype};
+    fdp_sum sum = {got, addresses, count, 65536, type->dtype, false};
     memset(got, 0xa5, sizeof got);
     sum_functions[f](&sum, 1, NULL);
     check(case_difference(type, got, wanted, 65536) < 0, what, f, type->dtype.code,
@@ -161,7 +161,7 @@ static void test_every_half(const case_dtype *type, const format *f) {
   for (int k = 0; k < 65536; k++) other[k] = 0x8000; /* x + -0.0 is x */
   for (int g = 0; g < 2; g++) {
     const void *addresses[] = {all, other};
-    fdp_sum sum = {third, addresses, 2, 65536, type->dtype};
+    fdp_sum sum = {third, addresses, 2, 65536, type->dtype, false};
     sum_functions[g](&sum, 1, NULL);
     check(case_difference(type, third, all, 65536) < 0, "there and back", g, 0, 0);
   }
@@ -246,7 +246,7 @@ static void run_sum_case(const sum_case *c, sum_function sum_of) {
   memset(target - GUARD_BYTES, 0x5a, GUARD_BYTES);
   memset(target + size_bytes, 0x5a, GUARD_BYTES);
   fdp_sum sum = {target, (const void *const *)before, c->source_count, c->count_elems,
-                 c->type->dtype};
+                 c->type->dtype, false};
   check(sum_of(&sum, 1, NULL) == 0, "sum returns 0", 0, 0, 0);
   int64_t at = case_difference(c->type, target, wanted, c->count_elems);
   check(at < 0, c->type->name, c->count_elems, c->source_count, at);
@@ -290,7 +290,7 @@ static void test_tight_sums(void) {
       case_fill(a, (int64_t)size_bytes);
       case_fill(b, (int64_t)size_bytes);
       const void *sources[] = {a, NULL, b};
-      fdp_sum sum = {target, sources, 3, count, case_dtypes[t].dtype};
+      fdp_sum sum = {target, sources, 3, count, case_dtypes[t].dtype, false};
       sum_functions[count % 2](&sum, 1, NULL);
       oracle_sum(&case_dtypes[t], wanted, (const char *const *)sources, 3, count);
       check(case_difference(&case_dtypes[t], target, wanted, count) < 0, "tight sum", t, count, 0);
