@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional, Tuple
+import contextlib
+import random
+import sys
+from typing import Any, Dict, Iterator, Optional, Tuple
 
 import torch
 
@@ -52,11 +55,25 @@ def warm_up(wrapper: Any, inputs: Tuple[Any, ...], kwargs: Dict[str, Any]) -> No
     if wrapper.device_ids:
         used = [parse_device(device, "device_ids") for device in wrapper.device_ids]
         devices = [device.index for device in distinct(used)]
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), _forked_host_generators():
         try:
             for _ in range(_WARM_UPS):
                 wrapper(*inputs, **kwargs)
         finally:
-            with torch.no_grad():
-                for buffer, value in zip(buffers, kept):
-                    buffer.copy_(value)
+            for buffer, value in zip(buffers, kept):
+                # Not as a write that counts: a backward may be still to come.
+                buffer.data.copy_(value)
+
+
+@contextlib.contextmanager
+def _forked_host_generators() -> Iterator[None]:
+    """As torch.random.fork_rng, for Python's and NumPy's. NumPy is not imported for it."""
+    numpy_random: Any = sys.modules.get("numpy.random")
+    state = random.getstate()
+    numpy_state = numpy_random.get_state() if numpy_random else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy_random:
+            numpy_random.set_state(numpy_state)
