@@ -73,6 +73,7 @@ SHARED = {
     "_initialize": "a method of such a module, and of lazy ones",
     "_dynamo": "the part of torch that traces; looked for among the loaded modules only",
     "_version": "a tensor's count of writes in place",
+    "_python_dispatch": "where torch keeps the class of dispatch modes",
     "_indices": "a sparse tensor's, coalesced or not",
     "_values": "a sparse tensor's, coalesced or not",
     "_forward_hooks": "nn.Module's hooks; copied as nn.Module._replicate_for_data_parallel does",

@@ -110,7 +110,7 @@ class Replicator:
             tensors = parameters + buffers
             plan = self._plan(root, tensors, pattern, len(parameters), ranks, grad)
             if plan.alone:
-                raise NotRecordable("it has sparse parameters or buffers")
+                raise NotRecordable("it has sparse tensors, or buffers that may be resized")
             devices, held = self.devices[:ranks], self._while_same(self._tree)
             gathered = len(self.devices) > 1
             return Source(
@@ -231,7 +231,11 @@ class Replicator:
             check_tensors(root)
             check_home(tensors, self.devices[0])
             devices = self.devices[:ranks]
-            alone = [place for place, tensor in enumerate(tensors) if is_sparse(tensor)]
+            alone = [
+                place
+                for place, tensor in enumerate(tensors)
+                if is_sparse(tensor) or place >= parameter_count and _may_grow(tensor)
+            ]
             communication, limit_bytes = self._way(tensors, devices)
             buckets = make_buckets(
                 tensors,
@@ -277,6 +281,12 @@ class Replicator:
         self._busy = False
         self._tree = None
         self._plans, self._idle, self._lent = {}, [], []
+
+
+def _may_grow(buffer: torch.Tensor) -> bool:
+    """Buffers that a forward resizes when it knows how many channels there are, as observers of
+    quantization do: a slot between others has no room for it."""
+    return buffer.dim() == 1 and buffer.numel() <= 1
 
 
 _all_replicators: "weakref.WeakSet[Replicator]" = weakref.WeakSet()
