@@ -15,8 +15,6 @@ the bucket into new memory.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 from typing import Any, List, Optional, Sequence, Tuple
 
@@ -25,13 +23,13 @@ import torch
 from . import _C, _torch_compat, trees
 from .arrays import TORCH
 from .buckets import Bucket, resolved
-from .containers import rebuild_dict
 from .functions import check_fit
 from .graph_step import Call, apply_step
+from .outputs import map_output, without_graph
 from .plans import Source
 from .replica_sets import ReplicaSet
 from .signatures import NotRecordable
-from .streams import Snapshot, hold_pinned
+from .streams import Snapshot, hold_pinned, wait_for
 from .tapes import Column, Tape
 
 Tensors = Tuple[torch.Tensor, ...]
@@ -68,6 +66,7 @@ class Recording:
             for k in self._complete
         ]
         self._learning = [place for sums in self._sums for place in sums.bucket.places]
+        self._streams: List[Any] = []  # of the last step
         self._columns: List[Column] = []
         self._forwards: List[Any] = []
         self._backwards: List[Any] = []
@@ -152,11 +151,11 @@ class Recording:
         if self._joined:
             trees.join_trees(outputs, note)
         else:
-            _map_output(outputs[0], note, "output")
+            map_output(outputs[0], note, "output")
         return columns
 
     def _keep(self, columns: List[Column], forwards: List[Any], backwards: List[Any]) -> None:
-        self._outputs = [_without_graph(t.output, columns, t.rank) for t in self._tapes]
+        self._outputs = [without_graph(t.output, columns, t.rank) for t in self._tapes]
         for column in columns:
             column.settle(self._joined)
         self._columns, self._forwards, self._backwards = columns, forwards, backwards
@@ -196,11 +195,14 @@ class Recording:
         take = iter(outputs).__next__
         if self._joined:
             return trees.join_trees(self._outputs, lambda tensors, path: take())
-        return _map_output(self._outputs[0], lambda tensors, path: take(), "output")
+        return map_output(self._outputs[0], lambda tensors, path: take(), "output")
 
     def forward(self, call: Call) -> List[torch.Tensor]:
         communication = self._communication
         call.compute = Snapshot(self._devices)
+        for stream, last in zip(call.compute.streams, self._streams):
+            wait_for(stream, last)  # the user may have changed streams: one step at a time
+        self._streams = call.compute.streams
         # Arguments first: a copy engine does what it is given in order, and a small copy behind all
         # parameters would hold up the start of every replica.
         with torch.no_grad():
@@ -354,42 +356,3 @@ def _noting_reads(device: torch.device, pool: Any, act: Any) -> None:
     """The first warm-up."""
     tape = getattr(act, "__self__", None)  # a forward; a backward reads what its forward did
     _at_once(device, pool, act if tape is None else tape.forward_noting_reads)
-
-
-def _map_output(output: Any, take: Any, path: str) -> Any:
-    """One replica's output anew, each tensor replaced."""
-    if isinstance(output, torch.Tensor):
-        return take([output], path)
-    if isinstance(output, dict):
-        pairs = [(k, _map_output(v, take, f"{path}[{k!r}]")) for k, v in output.items()]
-        return rebuild_dict(type(output), pairs, path)
-    if trees.is_namedtuple(output):
-        items = [_map_output(v, take, f"{path}[{i}]") for i, v in enumerate(output)]
-        return type(output)(*items)
-    if type(output) in (tuple, list):
-        items = [_map_output(v, take, f"{path}[{i}]") for i, v in enumerate(output)]
-        return type(output)(items)
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        return _map_dataclass(output, take, path)
-    if output is None or isinstance(output, (bool, int, float, complex, str, bytes)):
-        return output
-    raise NotRecordable(f"{path} is a {type(output).__name__}: no container that can be made anew")
-
-
-def _map_dataclass(output: Any, take: Any, path: str) -> Any:
-    """Past the constructor, as gather makes one."""
-    result = object.__new__(type(output))
-    for field in dataclasses.fields(output):
-        if hasattr(output, field.name):
-            value = _map_output(getattr(output, field.name), take, f"{path}.{field.name}")
-            object.__setattr__(result, field.name, value)
-    return result
-
-
-def _without_graph(output: Any, columns: Sequence[Column], rank: int) -> Any:
-    """The same tree with the tensors that a step reads; deepcopy keeps every type."""
-    memo = {id(column.live[rank]): column.live[rank].detach() for column in columns}
-    try:
-        return copy.deepcopy(output, memo)
-    except Exception as error:
-        raise NotRecordable(f"the output cannot be copied: {error}") from error
