@@ -78,6 +78,12 @@ class CudaRecorder:
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
+    def pool_bytes(self, pools: Sequence[Any]) -> int:
+        """What the pools hold now: activations, outputs, and whatever the libraries took."""
+        wanted = {tuple(pool) for pool in pools}
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in wanted)
+
     def record(self, device: torch.device, pool: Any, act: Callable[[], None]) -> Any:
         """What `act` launches on `device`, to be launched by `.replay()` on the stream that is
         current there then. Nothing runs now."""

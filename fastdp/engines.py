@@ -96,6 +96,8 @@ class _Entry:
         result: Dict[str, Any] = {"engine": engine, "steps": dict(self.steps)}
         if self.reason or self.note:
             result["reason"] = self.reason or self.note
+        if self.recording is not None:
+            result["bytes"] = self.recording.size_bytes()
         if self.times:
             result["graph_ms"], result["eager_ms"] = self.times
         return result

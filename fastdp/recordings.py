@@ -43,6 +43,7 @@ class Recording:
         self, source: Source, rows: Any, named: Any, pieces: Sequence[Any], recorder: Any
     ) -> None:
         self.owner: Any = None
+        self._recorder = recorder
         self._plan, self._devices, self._dim = source.plan, source.devices, source.dim
         self._home = source.devices[0]
         self._communication = source.communication
@@ -70,6 +71,7 @@ class Recording:
         self._columns: List[Column] = []
         self._forwards: List[Any] = []
         self._backwards: List[Any] = []
+        self._pools: List[Any] = []
         self._outputs: List[Any] = []
         self._input_gradients: List[Any] = []
         self._capture(source, rows, named, recorder)
@@ -78,6 +80,13 @@ class Recording:
     def arrived(self, device: torch.device) -> List[Any]:
         """As a `Communication`: what the replicas' dictionaries wait for (awaited.py)."""
         return self._arrivals[device]
+
+    def size_bytes(self) -> int:
+        """The memory that this recording holds on all devices; slow."""
+        held = [tensor for tape in self._tapes for tensor in tape.static()]
+        held += [gradient for column in self._columns for gradient in column.gradients]
+        sizes = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sizes + self._recorder.pool_bytes(self._pools)
 
     def busy(self) -> bool:
         owner = self.owner
@@ -128,6 +137,7 @@ class Recording:
                     backwards.append(record(tape.device, pool, act))
             if keep:
                 self._keep(columns, forwards, backwards)
+                self._pools = pools
         finally:
             for tape in tapes:
                 tape.end()

@@ -12,8 +12,9 @@ class Report(Dict[str, Any]):
     """Keys: `devices` (one str per replica), `engine` (as asked for), `transport` (name and reason;
     no name where the one asked for cannot join the devices; None with fewer than two replicas),
     `forwards` (one dictionary per kind of forward: `engine` now in use, `steps` by each engine,
-    `reason` against recording, `graph_ms` and `eager_ms` if they were timed), `reasons` (each
-    reason against recording, once)."""
+    `reason` against recording or of the latest eager step, `graph_ms` and `eager_ms` if they were
+    timed, `bytes` of memory that the recording holds), `reasons` (each reason against recording,
+    once)."""
 
     def __str__(self) -> str:
         devices = ", ".join(self["devices"]) or "none: the module is called directly"
@@ -24,6 +25,8 @@ class Report(Dict[str, Any]):
         for number, forward in enumerate(self["forwards"]):
             steps = ", ".join(f"{count} {name}" for name, count in forward["steps"].items())
             lines.append(f"forward {number}  {forward['engine']} (steps: {steps})")
+            if "bytes" in forward:
+                lines.append(f"           holds {forward['bytes'] / 2**20:.1f} MiB")
             if "graph_ms" in forward:
                 graph, eager = forward["graph_ms"], forward["eager_ms"]
                 lines.append(f"           graph {graph:.2f} ms, eager {eager:.2f} ms per step")

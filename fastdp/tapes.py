@@ -71,6 +71,10 @@ class Tape:
         self.held: List[torch.Tensor] = []
         self.reads: Optional[Reads] = None
 
+    def static(self) -> List[torch.Tensor]:
+        """What lies outside of the recorder's pool, for as long as the recording lives."""
+        return [t for t in (*self.inputs, *self.flats, *self.packed) if t is not None]
+
     def begin(self, source: Source, row: Any, named: Any) -> Tuple[Tensors, Tensors]:
         """(parameters, buffers) of the replica, in the order of the source; new for every attempt,
         so that nothing of an earlier one's graph lives on."""

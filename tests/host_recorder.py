@@ -37,6 +37,9 @@ class HostRecorder:
     def pool(self) -> Any:
         return None
 
+    def pool_bytes(self, pools: Any) -> int:
+        return 0
+
     def record(self, device: torch.device, pool: Any, act: Any) -> "_Again":
         act()
         self.recorded += 1

@@ -252,6 +252,22 @@ def test_each_reason_is_logged_once(means, caplog):
     assert [f["reason"] for f in dp.report()["forwards"]] == dp.report()["reasons"] * 3
 
 
+def test_the_memory_of_a_recording(means):
+    """Arguments, parameters and buffers of all replicas but the first, gradients of outputs and
+    parameters: 8 bytes each, some padded in their buckets."""
+    dp = means.wrap(nn.BatchNorm1d(1000).double())
+    for seed in range(AHEAD + 1):
+        dp(noise(means, 6, 1000, seed=seed)).sum().backward()
+    held = dp.report()["forwards"][0]["bytes"]
+    replicas, others = means.replicas, means.replicas - 1
+    least = 8 * (6 * 1000 + others * 4 * 1000 + 6 * 1000 + replicas * 2 * 1000)
+    assert least <= held < 1.1 * least
+    assert f"holds {held / 2**20:.1f} MiB" in str(dp.report())
+    dp.engine = "auto"
+    dp(noise(means, 6, 1000))
+    assert "bytes" not in dp.report()["forwards"][0]
+
+
 def test_a_wrapper_that_has_not_run(means):
     dp = means.wrap(Apply(lambda m, x: m.lin(x)), "auto")
     report = dp.report()

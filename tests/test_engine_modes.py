@@ -231,6 +231,7 @@ def test_what_is_to_be_told_of_each_operator(means, name):
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.filterwarnings("ignore:Error detected in")
 def test_anomaly_mode_finds_what_it_looks_for(means):
     dp = means.wrap(norms(), "auto")
     for seed in range(SETTLED + 1):
