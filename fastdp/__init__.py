@@ -8,6 +8,7 @@ import torch  # noqa: F401  (first: the core finds its libraries through torch's
 from . import comm
 from ._C import build_info
 from .apply import parallel_apply
+from .doctor import PreflightError, preflight
 from .functional import data_parallel
 from .losses import sum_losses
 from .marks import Replicated
@@ -22,6 +23,7 @@ __all__ = [
     "DataParallel",
     "DataParallelWarning",
     "EngineError",
+    "PreflightError",
     "Replicated",
     "build_info",
     "comm",
@@ -29,6 +31,7 @@ __all__ = [
     "gather",
     "parallel_apply",
     "patch",
+    "preflight",
     "replicate",
     "scatter",
     "scatter_kwargs",

@@ -6,7 +6,7 @@ import sys
 from typing import Callable, Dict, List, NamedTuple, Optional
 
 import fastdp
-from fastdp import run
+from fastdp import doctor, run
 
 
 class Command(NamedTuple):
@@ -16,6 +16,7 @@ class Command(NamedTuple):
 
 COMMANDS: Dict[str, Command] = {
     "run": Command(run.main, "run a script as it is, with its nn.DataParallel on fastdp"),
+    "doctor": Command(doctor.main, "look whether this machine is fit to train on"),
 }
 
 

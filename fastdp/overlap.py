@@ -45,11 +45,13 @@ def _bytes_per_s(devices: Tuple[torch.device, ...], transport: Optional[str]) ->
     """How fast one tensor comes from the first to all others; None if it cannot be measured now."""
     rate = _rates.get((devices, transport))
     if rate is None and not torch.cuda.is_current_stream_capturing():
-        rate = _rates[devices, transport] = _measured(devices, transport)
+        rate = _rates[devices, transport] = measured_bytes_per_s(devices, transport)
     return rate
 
 
-def _measured(devices: Tuple[torch.device, ...], transport: Optional[str]) -> float:
+def measured_bytes_per_s(devices: Tuple[torch.device, ...], transport: Optional[str]) -> float:
+    """How fast one tensor comes from the first to all others, measured now; 0 where it takes
+    seconds."""
     open_peers(devices)
     source = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=devices[0])
     flats = tuple(torch.empty_like(source, device=device) for device in devices[1:])
@@ -59,7 +61,7 @@ def _measured(devices: Tuple[torch.device, ...], transport: Optional[str]) -> fl
     for _ in range(_PROBES):
         bucket.broadcast((source,), flats)
     end = _timing_events(devices[1:])
-    if not all(_has_passed(event) for event in end):
+    if not all(has_passed(event) for event in end):
         return 0.0  # something is very slow
     slowest_ms = max(first.elapsed_time(last) for first, last in zip(begin, end))
     return _PROBES * _PROBE_BYTES / max(slowest_ms * 1e-3, 1e-9)
@@ -73,7 +75,8 @@ def _timing_events(devices: Sequence[torch.device]) -> List[torch.cuda.Event]:
     return events
 
 
-def _has_passed(event: torch.cuda.Event) -> bool:
+def has_passed(event: torch.cuda.Event) -> bool:
+    """Waits for it, some seconds at most."""
     deadline_s = time.monotonic() + _DEADLINE_S
     while not event.query():
         if time.monotonic() > deadline_s:

@@ -27,7 +27,7 @@ def rates(monkeypatch):
         measured[devices, transport] = measured.get((devices, transport), 0) + 1
         return {None: 1e9, "host": 1e6}[transport]
 
-    monkeypatch.setattr(overlap, "_measured", measure)
+    monkeypatch.setattr(overlap, "measured_bytes_per_s", measure)
     return measured
 
 
