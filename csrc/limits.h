@@ -64,7 +64,7 @@
 /* Chunk in which a larger bucket passes between two GPUs (peer_leads.h), and how many there are at
  * most: each costs the host some launches. */
 #ifndef FDP_PEER_CHUNK_BYTES
-#define FDP_PEER_CHUNK_BYTES (INT64_C(16) << 20)
+#define FDP_PEER_CHUNK_BYTES (INT64_C(256) << 20)
 #endif
 #ifndef FDP_PEER_MAX_CHUNKS
 #define FDP_PEER_MAX_CHUNKS 16

@@ -279,8 +279,13 @@ class Replicator:
         """In a forked child: another thread of the parent may have been at work here."""
         self._lock = threading.RLock()
         self._busy = False
+        # Kept: a CUDA event or graph that is destroyed in a forked child ends the process.
+        _left_by_parent.append((self._tree, self._plans, self._idle, self._lent))
         self._tree = None
         self._plans, self._idle, self._lent = {}, [], []
+
+
+_left_by_parent: List[Any] = []
 
 
 def _may_grow(buffer: torch.Tensor) -> bool:

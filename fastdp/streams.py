@@ -63,15 +63,10 @@ class current:
         torch.cuda.set_device(self._device)
 
 
-class _Events(threading.local):
-    """An event for each device, of one thread. A wait keeps the record that it saw, so the event is
-    free for another once the wait is enqueued."""
-
-    def __init__(self) -> None:
-        self.of: Dict[torch.device, torch.cuda.Event] = {}
-
-
-_events = _Events()
+# An event for each thread and device. A wait keeps the record that it saw, so the event is free for
+# another once the wait is enqueued. Not in a threading.local: in a forked child Python drops those of
+# all other threads, and a CUDA event that is destroyed there ends the process.
+_events: Dict[Tuple[int, torch.device], torch.cuda.Event] = {}
 
 
 def wait_for(then: torch.cuda.Stream, first: torch.cuda.Stream) -> None:
@@ -79,9 +74,10 @@ def wait_for(then: torch.cuda.Stream, first: torch.cuda.Stream) -> None:
     `then.wait_stream(first)` without a new event."""
     if then == first:
         return
-    event = _events.of.get(first.device)
+    key = threading.get_ident(), first.device
+    event = _events.get(key)
     if event is None:
-        event = _events.of[first.device] = torch.cuda.Event()
+        event = _events[key] = torch.cuda.Event()
     event.record(first)
     then.wait_event(event)
 

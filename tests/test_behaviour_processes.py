@@ -178,6 +178,49 @@ def test_wrapper_works_in_a_forked_child(used):
     )
 
 
+@row("H7", why="loader workers are forked children; a CUDA event destroyed there aborts them")
+def test_nothing_that_holds_a_gpu_is_destroyed_in_a_forked_child():
+    """What stands in for an event is put where events are: in plans, and with a thread's own."""
+    check(
+        """
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from fastdp import streams
+
+        class Event:
+            def __init__(self):
+                self.pid = os.getpid()
+
+            def __del__(self):
+                if os.getpid() != self.pid:
+                    os._exit(9)
+
+        dp = wrap()
+        dp(x)
+        replicator = dp._runtime().replicator
+        replicator._plans["event"] = Event()
+        replicator._idle.append(Event())
+        kept = threading.Event()
+        started = threading.Event()
+
+        def other():
+            streams._events[threading.get_ident(), "device"] = Event()
+            started.set()
+            kept.wait(20)
+
+        threading.Thread(target=other, daemon=True).start()
+        started.wait(20)
+        child = os.fork()
+        if child == 0:
+            dp(x)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        kept.set()
+        assert os.waitstatus_to_exitcode(status) == 0, status
+        replicator._idle.pop()
+        """
+    )
+
+
 @row("H7", why="mutant: fork while another thread is inside replicate")
 def test_fork_while_another_thread_replicates():
     """Whatever that thread held, it will never give back in the child."""

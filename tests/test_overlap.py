@@ -153,7 +153,7 @@ class PretendedCuda:
             "set_device": set_device,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(streams, "_events", streams._Events())
+        monkeypatch.setattr(streams, "_events", {})
         monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: Empty())
 
     def names(self):

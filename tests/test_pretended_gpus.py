@@ -55,7 +55,7 @@ class Gpus:
             "set_device": lambda device: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(streams, "_events", streams._Events())
+        monkeypatch.setattr(streams, "_events", {})
         monkeypatch.setattr(streams, "open_peers", lambda devices: None)
         monkeypatch.setattr(
             streams, "distinct", lambda devices: GPUS[: min(len(list(devices)), 2)]
