@@ -24,6 +24,7 @@ PRIVATE = {
     "_make_subclass": ("torch.Tensor", "none: parameters of a subclass raise"),
     "_set_sequence_nr": ("a node of torch.autograd.Function", "gradients are summed later"),
     "_log_api_usage_once": ("torch._C", "use is not logged"),
+    "_is_profiler_enabled": ("torch.autograd.profiler", "phases have no names in profiles"),
     "_check_balance": ("torch.nn.parallel.data_parallel", "unlike GPUs draw no warning"),
     "_current_level": ("torch.autograd.forward_ad", "frozen parameters carry no tangents"),
     "_functorch": ("torch._C", "as for maybe_current_level"),
@@ -112,6 +113,11 @@ def run_early(node: Any) -> None:
     raise_number = getattr(node, "_set_sequence_nr", None)
     if raise_number is not None:
         raise_number(2**62)
+
+
+def profiler_listens() -> bool:
+    """Whether a profiler of torch's, or emit_nvtx, is on."""
+    return getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
 
 
 def forward_mode_active() -> bool:

@@ -22,6 +22,7 @@ from torch.autograd import Function
 from . import _torch_compat, moves, streams
 from .arrays import TORCH
 from .buckets import Bucket
+from .phases import bucket_phase
 
 Tensors = Tuple[torch.Tensor, ...]
 Gradients = Tuple[Optional[torch.Tensor], ...]
@@ -183,7 +184,8 @@ class Broadcast(Function):
         flat = ctx.bucket.take_for_sums()  # before the waits, as in a forward
         gradients = _unpacked(gradients[:-1], ctx.linked, ctx.bucket.count)
         with ctx.bucket.communication.in_backward(ctx.compute, gradients):
-            sums = _reduced(ctx.bucket, ctx.compute, flat, gradients)
+            with bucket_phase("reduce", ctx.bucket.number):
+                sums = _reduced(ctx.bucket, ctx.compute, flat, gradients)
         return (None, None, None, None, None, *sums)
 
 

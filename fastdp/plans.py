@@ -14,6 +14,7 @@ from torch import nn
 from . import _C, _torch_compat
 from .buckets import Bucket, is_sparse, resolved
 from .functions import Broadcast, Land
+from .phases import bucket_phase
 from .streams import Communication
 
 Tensors = Tuple[torch.Tensor, ...]
@@ -34,6 +35,8 @@ class Plan:
     ) -> None:
         self.description = description
         self.buckets = buckets
+        for k, bucket in enumerate(buckets):
+            bucket.number = k
         self.communication = communication
         self.alone = alone
         self.parameter_count = parameter_count
@@ -65,13 +68,16 @@ class Plan:
             for k, bucket in enumerate(self.buckets):
                 chosen = [tensors[place] for place in bucket.places]
                 landings: Dict[int, Tensors] = {}
-                if as_nodes or differentiable and bucket.requires_grad:
-                    landings = dict.fromkeys(self._linked, ())
-                    copies = Broadcast.apply(bucket, True, flats[k], compute, landings, *chosen)
-                    tokens.append(copies[-1])
-                    _torch_compat.run_early(copies[-1].grad_fn)
-                else:
-                    copies = bucket.copies(chosen, True, flats[k])
+                with bucket_phase("broadcast", k):
+                    if as_nodes or differentiable and bucket.requires_grad:
+                        landings = dict.fromkeys(self._linked, ())
+                        copies = Broadcast.apply(
+                            bucket, True, flats[k], compute, landings, *chosen
+                        )
+                        tokens.append(copies[-1])
+                        _torch_compat.run_early(copies[-1].grad_fn)
+                    else:
+                        copies = bucket.copies(chosen, True, flats[k])
                 communication.mark(k)
                 made.append((bucket, copies, landings))
         for bucket, copies, landings in made:

@@ -26,6 +26,7 @@ from .buckets import Bucket, resolved
 from .functions import check_fit
 from .graph_step import Call, apply_step
 from .outputs import map_output, without_graph
+from .phases import bucket_phase, phase
 from .plans import Source
 from .replica_sets import ReplicaSet
 from .signatures import NotRecordable
@@ -215,16 +216,18 @@ class Recording:
         self._streams = call.compute.streams
         # Arguments first: a copy engine does what it is given in order, and a small copy behind all
         # parameters would hold up the start of every replica.
-        with torch.no_grad():
+        with torch.no_grad(), phase("scatter"):
             call.fill()
         call.fill = None
         self._send(call.tensors)
-        for graph in self._forwards:
-            graph.replay()
+        with phase("replay of forwards"):
+            for graph in self._forwards:
+                graph.replay()
         # The parameters may be written once this returns: after the copies out of them.
         communication.deliver()
         call.versions = _versions(call.tensors[: self._plan.parameter_count])
-        return [self._join(column) for column in self._columns]
+        with phase("gather"):
+            return [self._join(column) for column in self._columns]
 
     def _fill(self, pieces: List[List[torch.Tensor]]) -> None:
         for tape, row in zip(self._tapes, pieces):
@@ -258,7 +261,8 @@ class Recording:
                     sources = tuple([tensors[place] for place in bucket.places])
                     if self._complex:
                         sources = tuple(map(resolved, sources))
-                    bucket.core.broadcast(sources, self._flats[k])
+                    with bucket_phase("broadcast", k):
+                        bucket.core.broadcast(sources, self._flats[k])
                 for stream, events in streams:
                     events[k].record(stream)
 
@@ -289,12 +293,14 @@ class Recording:
                 # New memory, before what follows is ordered behind whoever had it before.
                 flats = [sums.bucket.take_for_sums() for sums in self._sums]
             communication.begin()
-            for graph in self._backwards:
-                graph.replay()
+            with phase("replay of backwards"):
+                for graph in self._backwards:
+                    graph.replay()
             result: List[Any] = [None if g is None else g.clone() for g in self._input_gradients]
             with communication.current(), torch.no_grad():
                 for sums, flat in zip(self._sums, flats):
-                    result.extend(sums.into(flat))
+                    with bucket_phase("reduce", sums.bucket.number):
+                        result.extend(sums.into(flat))
             communication.deliver()
         return result
 

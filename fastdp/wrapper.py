@@ -18,6 +18,7 @@ from .devices import parse_device, parse_devices
 from .losses import anchored, weigh
 from .marks import unmarked
 from .engine_choice import NOTHING, can_be_known_whole, find_obstacle, warm_up
+from .phases import phase
 from .placement import check_one_device, choose_devices, public_device, tensors_of
 from .plans import check_home
 from .replicas import replicate
@@ -213,7 +214,8 @@ class DataParallel(nn.DataParallel):
                     outputs = engine.shortcut(self.module, whole, self.dim)
                     if outputs is not NOTHING:
                         return outputs
-            rows, named = self.scatter(inputs, kwargs, self.device_ids)
+            with phase("scatter"):
+                rows, named = self.scatter(inputs, kwargs, self.device_ids)
             if not rows and not named:
                 # A forward without arguments runs once, on the first device.
                 rows, named = ((),), ({},)
@@ -257,17 +259,20 @@ class DataParallel(nn.DataParallel):
         self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str]
     ) -> List[Any]:
         """In a frame of its own: none but user code holds a replica once it returns."""
-        replicas = self.replicate(self.module, self.device_ids[: len(rows)])
+        with phase("replicate"):
+            replicas = self.replicate(self.module, self.device_ids[: len(rows)])
         if method is not None:
-            return self.parallel_apply(list(map(attrgetter(method), replicas)), rows, named)
-        with self._runtime().watching(replicas):
+            with phase("parallel_apply"):
+                return self.parallel_apply(list(map(attrgetter(method), replicas)), rows, named)
+        with self._runtime().watching(replicas), phase("parallel_apply"):
             return self.parallel_apply(replicas, rows, named)
 
     def _joined(self, outputs: List[Any], rows: Sequence[Any], named: Sequence[Any]) -> Any:
         if options.loss_weighting(self.loss_weighting) is not None:
             outputs = weigh(outputs, rows, named, self.dim)
         if self.gather_outputs:
-            return self.gather(outputs, self.output_device)
+            with phase("gather"):
+                return self.gather(outputs, self.output_device)
         return anchored(list(outputs), self._runtime().tokens())
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> List[nn.Module]:

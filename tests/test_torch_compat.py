@@ -59,6 +59,7 @@ def owners():
         "_set_sequence_nr": node(),
         "_log_api_usage_once": torch._C,
         "_check_balance": DATA_PARALLEL,
+        "_is_profiler_enabled": torch.autograd.profiler,
         "_current_level": torch.autograd.forward_ad,
         "_functorch": torch._C,
         "maybe_current_level": torch._C._functorch,
