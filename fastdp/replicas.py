@@ -158,6 +158,11 @@ class Replicator:
         roots = replicas.refresh(root, rows, plan, plan.communication)
         return roots, Lease(replicas, tokens, plan.communication)
 
+    def plan_in_use(self) -> Optional[Plan]:
+        """That of the most replicas, with gradients before one without; None before a forward."""
+        plans = self._plans.copy()
+        return plans[max(plans)] if plans else None
+
     def give_back(self, lease: Lease) -> None:
         """The end of a lease's replicas; its tokens stay. Replicas that somebody still holds are
         kept apart, and looked at again before new ones are made. A second end does nothing."""

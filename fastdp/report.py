@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from .buckets import find_transport
 from .devices import parse_devices
@@ -11,6 +11,9 @@ from .devices import parse_devices
 class Report(Dict[str, Any]):
     """Keys: `devices` (one str per replica), `engine` (as asked for), `transport` (name and reason;
     no name where the one asked for cannot join the devices; None with fewer than two replicas),
+    `buckets` (of parameters and buffers, as they travelled with most replicas: one dictionary with
+    `tensors`, `bytes` as laid out, `dtype`, `requires_grad` for each), `hidden` (whether their
+    moves are on streams beside compute; None before the first forward),
     `forwards` (one dictionary per kind of forward: `engine` now in use, `steps` by each engine,
     `reason` against recording or of the latest eager step, `graph_ms` and `eager_ms` if they were
     timed, `bytes` of memory that the recording holds), `reasons` (each reason against recording,
@@ -22,6 +25,8 @@ class Report(Dict[str, Any]):
         if self["transport"]:
             name, reason = self["transport"]
             lines.append(f"transport  {name}, since {reason}" if name else f"transport  {reason}")
+        if self["hidden"] is not None:
+            lines.append(f"buckets    {_buckets_text(self['buckets'], self['hidden'])}")
         for number, forward in enumerate(self["forwards"]):
             steps = ", ".join(f"{count} {name}" for name, count in forward["steps"].items())
             lines.append(f"forward {number}  {forward['engine']} (steps: {steps})")
@@ -35,6 +40,25 @@ class Report(Dict[str, Any]):
         shown = [forward.get("reason") for forward in self["forwards"]]
         lines.extend(f"not recorded: {r}" for r in self["reasons"] if r not in shown)
         return "\n".join(lines)
+
+
+def _buckets_text(buckets: Sequence[Dict[str, Any]], hidden: bool) -> str:
+    size_bytes = sum(bucket["bytes"] for bucket in buckets)
+    count = sum(bucket["tensors"] for bucket in buckets)
+    where = "beside compute" if hidden else "in line with compute"
+    return f"{len(buckets)} with {count} tensors, {size_bytes / 2**20:.2f} MiB, moved {where}"
+
+
+def _buckets(plan: Any) -> List[Dict[str, Any]]:
+    return [
+        {
+            "tensors": bucket.count,
+            "bytes": bucket.core.size_bytes,
+            "dtype": str(bucket.dtype),
+            "requires_grad": bucket.requires_grad,
+        }
+        for bucket in plan.buckets
+    ]
 
 
 def _transport(devices: List[Any], wanted: Optional[str]) -> Optional[Tuple[Optional[str], str]]:
@@ -51,10 +75,13 @@ def make_report(wrapper: Any) -> Report:
     devices: List[Any] = list(parse_devices(ids, "device_ids")) if ids else []
     runtime = wrapper.__dict__.get("_fastdp_runtime")
     forwards, reasons = ([], []) if runtime is None else runtime.reports()
+    plan = None if runtime is None else runtime.replicator.plan_in_use()
     return Report(
         devices=[str(device) for device in devices],
         engine=wrapper.engine,
         transport=_transport(devices, wrapper.transport),
+        buckets=_buckets(plan) if plan else [],
+        hidden=plan.communication.apart if plan else None,
         forwards=forwards,
         reasons=reasons,
     )

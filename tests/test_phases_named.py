@@ -84,6 +84,30 @@ def test_a_torch_that_does_not_tell_who_listens(monkeypatch):
     assert _torch_compat.profiler_listens() is False
 
 
+@pytest.mark.filterwarnings("ignore::fastdp.DataParallelWarning")
+def test_the_report_tells_of_buckets(devices):
+    ids = devices(2)
+    home = torch.device("cpu" if ids[0] == "cpu" else "cuda")
+    module = model().to(home)
+    module.register_buffer("count", torch.ones(3, device=home))
+    dp = fastdp.DataParallel(module, ids, bucket_bytes=40 * 8)
+    before = dp.report()
+    assert before["buckets"] == [] and before["hidden"] is None and "buckets" not in str(before)
+    dp(torch.ones(4, 4, dtype=torch.float64))
+    with torch.no_grad():
+        dp(torch.ones(1, 4, dtype=torch.float64))  # one replica has a plan of its own
+    report = dp.report()
+    float32, float64 = "torch.float32", "torch.float64"
+    # Slots begin at multiples of 64 bytes.
+    assert [tuple(bucket.values()) for bucket in report["buckets"]] == [
+        (1, 12, float32, False),
+        (4, 384, float64, True),
+        (2, 192, float64, True),
+    ]
+    assert report["hidden"] is False
+    assert "buckets    3 with 7 tensors, 0.00 MiB, moved in line with compute" in str(report)
+
+
 def test_nvtx():
     if no_cuda_reason():
         pytest.skip(no_cuda_reason())
