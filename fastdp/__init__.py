@@ -13,7 +13,9 @@ from .functional import data_parallel
 from .losses import sum_losses
 from .marks import Replicated
 from .patch import patch
+from .prefetch import prefetch
 from .replicas import replicate
+from .scattered import Scattered
 from .signatures import EngineError
 from .surprises import DataParallelWarning
 from .trees import gather, scatter, scatter_kwargs
@@ -25,12 +27,14 @@ __all__ = [
     "EngineError",
     "PreflightError",
     "Replicated",
+    "Scattered",
     "build_info",
     "comm",
     "data_parallel",
     "gather",
     "parallel_apply",
     "patch",
+    "prefetch",
     "preflight",
     "replicate",
     "scatter",

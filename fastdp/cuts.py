@@ -15,6 +15,7 @@ from .copies import copies_of
 from .functions import scatter_tensor
 from .marks import Replicated
 from .options import sizes_for
+from .scattered import Scattered
 from .surprises import Surprises
 
 
@@ -36,21 +37,24 @@ class Rows(tuple):
     sizes: Tuple[int, ...] = ()
 
 
-def find_tensors(tree: Any) -> List[torch.Tensor]:
+def find_tensors(tree: Any, kinds: Any = torch.Tensor) -> List[Any]:
     """Every tensor that a plain scatter would cut, in order."""
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, kinds):
         return [tree]
     if isinstance(tree, dict):
         tree = [item for pair in tree.items() for item in pair]
     if isinstance(tree, (tuple, list)):
-        return [tensor for item in tree for tensor in find_tensors(item)]
+        return [tensor for item in tree for tensor in find_tensors(item, kinds)]
     return []
+
+
+_CUT = (torch.Tensor, Scattered)  # the latter is cut already, and counts all the same
 
 
 def walk(tree: Any, path: Any, stop_at_lists: bool) -> Iterator[Tuple[Any, Any]]:
     """(path, tensor) of each tensor; lists that are not empty count as leaves where they are cut
     themselves."""
-    if isinstance(tree, torch.Tensor) or (stop_at_lists and isinstance(tree, list) and tree):
+    if isinstance(tree, _CUT) or (stop_at_lists and isinstance(tree, list) and tree):
         yield path, tree
     elif isinstance(tree, dict):
         for key, value in tree.items():
@@ -73,6 +77,9 @@ class _Deal:
     def packed(self, packed: PackedSequence, path: Any) -> Sequence[Any]:
         raise NotImplementedError
 
+    def placed(self, scattered: Scattered, path: Any) -> Sequence[Any]:
+        raise NotImplementedError
+
     def sequence(self, items: List[Any], path: Any) -> Sequence[Any]:
         return [list(row) for row in self.columns(items, path)]
 
@@ -86,6 +93,8 @@ class _Deal:
         if not isinstance(tree, (tuple, list, dict)) or len(tree) == 0:
             if isinstance(tree, Replicated):
                 return Whole(self.devices).trees(tree.value, path)
+            if isinstance(tree, Scattered):
+                return self.placed(tree, path)
             return [tree for _ in self.devices]
         if isinstance(tree, dict):
             columns = [
@@ -109,6 +118,9 @@ class Whole(_Deal):
             return [tensor.to(device, copy=True) for device in self.devices]
         return copies_of(tensor, self.devices)
 
+    def placed(self, scattered: Scattered, path: Any) -> Sequence[torch.Tensor]:
+        return copies_of(scattered.gathered(), self.devices)
+
     def packed(self, packed: PackedSequence, path: Any) -> Sequence[PackedSequence]:
         """Its sizes stay on the host, where torch wants them."""
         data, order, back = (
@@ -128,6 +140,7 @@ class Cut(_Deal):
         batch: samples in the batch; None where there is nothing to cut.
         sizes: of the pieces, where they are not `torch.chunk`'s.
         surprises: where to warn, if at all.
+        cut_by: what gave the sizes.
     """
 
     def __init__(
@@ -138,6 +151,7 @@ class Cut(_Deal):
         batch: Optional[int] = None,
         sizes: Optional[List[int]] = None,
         surprises: Optional[Surprises] = None,
+        cut_by: str = "chunk_sizes",
     ) -> None:
         super().__init__(devices)
         self._dim = dim
@@ -145,6 +159,7 @@ class Cut(_Deal):
         self._batch = batch
         self._sizes = sizes
         self._surprises = surprises
+        self._cut_by = cut_by
 
     def tensor(self, tensor: torch.Tensor, path: Any) -> Sequence[torch.Tensor]:
         if tensor.dim() == 0:
@@ -153,10 +168,14 @@ class Cut(_Deal):
         elif self._sizes is not None and tensor.size(self._dim) != self._batch:
             raise ValueError(
                 f"{place(path)} has size {tensor.size(self._dim)} along dimension {self._dim}, but "
-                f"chunk_sizes cut a batch of {self._batch}: pass fastdp.Replicated(...) for what "
-                "every replica is to get whole"
+                f"{self._cut_by} cut a batch of {self._batch}: pass fastdp.Replicated(...) for "
+                "what every replica is to get whole"
             )
         return scatter_tensor(tensor, self.devices, self._dim, self._sizes)
+
+    def placed(self, scattered: Scattered, path: Any) -> Sequence[torch.Tensor]:
+        scattered.check(self.devices, self._dim, path)
+        return scattered.slices
 
     def packed(self, packed: PackedSequence, path: Any) -> Sequence[Any]:
         raise TypeError(
@@ -167,8 +186,9 @@ class Cut(_Deal):
     def sequence(self, items: List[Any], path: Any) -> Sequence[Any]:
         if self._rules.split_lists:
             return self._split(items, path)
-        if self._surprises is not None and len(items) == self._batch and not find_tensors(items):
-            self._surprises.uncut_list(path, len(items))
+        if self._surprises is not None and len(items) == self._batch:
+            if not find_tensors(items, _CUT):
+                self._surprises.uncut_list(path, len(items))
         return super().sequence(items, path)
 
     def _split(self, items: List[Any], path: Any) -> Sequence[List[Any]]:
@@ -202,7 +222,12 @@ def scatter_arguments(
     sizes = _sizes(found, dim)
     batch = sizes[0] if sizes else None
     pieces: Optional[List[int]] = None
-    if batch is not None:
+    placed = [leaf for leaf in chain(*found) if isinstance(leaf, Scattered)]
+    if placed:
+        # What lies there already decides; tensors beside it are cut as it was.
+        batch, pieces = placed[0].size(dim), list(placed[0].sizes)
+        devices = devices[: max(len(leaf.sizes) for leaf in placed)]
+    elif batch is not None:
         if rules.chunk_sizes is not None:
             pieces = sizes_for(rules.chunk_sizes, batch, replicas) if batch else [0]
             devices = devices[: len(pieces)]
@@ -210,7 +235,8 @@ def scatter_arguments(
             devices = devices[: max(map(_piece_count, set(sizes), repeat(replicas)))]
             if not any(sizes):
                 devices = devices[:1]
-    cut = Cut(devices, dim, rules, batch, pieces, surprises)
+    cut_by = "a fastdp.Scattered beside it" if placed else "chunk_sizes"
+    cut = Cut(devices, dim, rules, batch, pieces, surprises, cut_by)
     rows = list(cut.trees(tuple(inputs), "inputs")) if inputs else []
     named = list(cut.trees(kwargs, "kwargs")) if kwargs else []
     if found[0] and not found[1]:
@@ -237,7 +263,7 @@ def _cuttable(tree: Any, rules: Rules) -> List[Any]:
     """The tensors of a tree that are cut, and lists where they are."""
     if rules.split_lists:
         return [leaf for _, leaf in walk(tree, "", True) if not _is_given_whole(leaf, rules)]
-    found = find_tensors(tree)
+    found = find_tensors(tree, _CUT)
     if rules.replicate_scalars:
         return [tensor for tensor in found if tensor.dim() > 0]
     return found
@@ -272,8 +298,8 @@ def _piece_count(size: int, count: int) -> int:
     return -(-size // -(-size // count)) if size else count
 
 
-def _tensor_places(inputs: Any, kwargs: Any, rules: Rules) -> Iterator[Tuple[Any, torch.Tensor]]:
+def _tensor_places(inputs: Any, kwargs: Any, rules: Rules) -> Iterator[Tuple[Any, Any]]:
     for name, tree in (("inputs", inputs), ("kwargs", kwargs)):
         for path, leaf in walk(tree, name, rules.split_lists):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, _CUT):
                 yield path, leaf

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Tuple
 
 from .containers import rebuild_dict, with_items
+from .scattered import Scattered
 
 __all__ = ["Replicated"]
 
@@ -40,14 +41,16 @@ class Replicated:
 
 
 def unmarked(tree: Any) -> Any:
-    """Arguments that no scatter has seen, with each mark replaced by what it marks. What holds no
-    mark is the same object."""
-    return _unmarked(tree) if _used else tree
+    """Arguments that no scatter has seen, with each mark replaced by what it marks, and what is
+    scattered already gathered. What holds neither is the same object."""
+    return _unmarked(tree) if _used or Scattered.made else tree
 
 
 def _unmarked(tree: Any) -> Any:
     if isinstance(tree, Replicated):
         return _unmarked(tree.value)
+    if isinstance(tree, Scattered):
+        return tree.gathered()
     if isinstance(tree, dict):
         pairs = [(key, _unmarked(value)) for key, value in tree.items()]
         if all(value is tree[key] for key, value in pairs):
