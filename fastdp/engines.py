@@ -9,7 +9,6 @@ signature that went back to eager stays there; the reason is logged once and sta
 from __future__ import annotations
 
 import logging
-import statistics
 import threading
 from collections import OrderedDict
 from contextlib import nullcontext
@@ -18,55 +17,23 @@ from typing import Any, Callable, ContextManager, Dict, Hashable, List, Optional
 import torch
 
 from . import _torch_compat, captures, signatures
+from .asked import Asked
 from .engine_choice import NOTHING
 from .plans import Source
 from .recordings import Recording
 from .signatures import EngineError, NotRecordable
+from .trials import Trial
 from .watch import Watch, global_state, snapshot_of
 
 _log = logging.getLogger("fastdp")
 
 # Eager steps that are watched before a signature is recorded.
 _WATCHED = {"auto": 3, "graph": 2}
-# Steps of each engine that are timed under "auto"; the first of each is not counted.
-_TIMED = 8
 # Signatures that are remembered, and recordings kept, the least recently used going first.
 _MAX_SIGNATURES = 64
 MAX_RECORDINGS = 4
 # How often a module may change under its recording before that signature stays eager.
 _MAX_RESTARTS = 3
-
-
-class _Trial:
-    """Times a signature's steps, from a forward to the next of whichever signature, on the device's
-    own clock and without waiting for it: first recorded ones, then eager ones."""
-
-    def __init__(self, recorder: Any) -> None:
-        self._recorder = recorder
-        self._marks: List[Any] = []
-        self._ends: Dict[int, Any] = {}  # of steps that another forward followed
-
-    def interrupt(self) -> None:
-        """Something else runs from now on."""
-        step = len(self._marks) - 1
-        if step < 2 * _TIMED and step not in self._ends:
-            self._ends[step] = self._recorder.mark()
-
-    def recorded_next(self) -> bool:
-        """Marks the start of a step and says which engine is to run it."""
-        if len(self._marks) <= 2 * _TIMED:
-            self._marks.append(self._recorder.mark())
-        return len(self._marks) <= _TIMED or len(self._marks) > 2 * _TIMED
-
-    def times(self) -> Optional[Tuple[float, float]]:
-        """Median ms of a recorded and of an eager step, once both are known."""
-        if len(self._marks) <= 2 * _TIMED or not self._marks[-1].query():
-            return None
-        steps = [
-            start.elapsed_time(self._ends.get(i, end))
-            for i, (start, end) in enumerate(zip(self._marks, self._marks[1:]))
-        ]
-        return statistics.median(steps[1:_TIMED]), statistics.median(steps[_TIMED + 1 :])
 
 
 class _Entry:
@@ -81,14 +48,16 @@ class _Entry:
         self.reason = ""  # why it is eager for good
         self.note = ""  # why the last eager step was, where a recorded one had been there
         self.snapshot: Any = None
+        self.asked = Asked()
         self.recording: Optional[Recording] = None
         self.place: Hashable = None  # of the module's tensors, as recorded
         self.ranks = 0
-        self.trial: Optional[_Trial] = None
+        self.trial: Optional[Trial] = None
         self.times: Optional[Tuple[float, float]] = None
 
     def forget(self) -> None:
         self.snapshot = self.recording = self.trial = None
+        self.asked = Asked()
         self.watched = 0
 
     def description(self) -> Dict[str, Any]:
@@ -338,6 +307,7 @@ class Engine:
             outputs = eager()
         finally:
             self._watching.begin = None
+        entry.asked.watch(outputs)
         entry.watched += 1
         found = [watch for watch in watches if watch.reason]
         if found:
@@ -354,7 +324,8 @@ class Engine:
             entry.forget()
             return
         try:
-            entry.recording = Recording(source, rows, named, pieces, recorder)
+            asked = entry.asked.places()
+            entry.recording = Recording(source, rows, named, pieces, recorder, asked)
         except NotRecordable as reason:
             self._give_up(entry, str(reason))
         except Exception as error:
@@ -362,7 +333,7 @@ class Engine:
         else:
             entry.place, entry.ranks = _place_of(source), len(rows)
             if self.kind == "auto":
-                entry.trial = _Trial(recorder)
+                entry.trial = Trial(recorder)
             self._drop_recordings()
 
     def _drop_recordings(self) -> None:

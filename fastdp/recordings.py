@@ -16,12 +16,13 @@ the bucket into new memory.
 from __future__ import annotations
 
 import functools
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, FrozenSet, List, Optional, Sequence, Tuple
 
 import torch
 
 from . import _C, _torch_compat, trees
 from .arrays import TORCH
+from .backwards import Backward, ways
 from .buckets import Bucket, resolved
 from .functions import check_fit
 from .graph_step import Call, apply_step
@@ -41,8 +42,15 @@ class Recording:
     to come. Keeps the memory that it reads alive, but not the module."""
 
     def __init__(
-        self, source: Source, rows: Any, named: Any, pieces: Sequence[Any], recorder: Any
+        self,
+        source: Source,
+        rows: Any,
+        named: Any,
+        pieces: Sequence[Any],
+        recorder: Any,
+        asked: Optional[FrozenSet[int]] = None,
     ) -> None:
+        self._asked = asked
         self.owner: Any = None
         self._recorder = recorder
         self._plan, self._devices, self._dim = source.plan, source.devices, source.dim
@@ -71,10 +79,10 @@ class Recording:
         self._streams: List[Any] = []  # of the last step
         self._columns: List[Column] = []
         self._forwards: List[Any] = []
-        self._backwards: List[Any] = []
+        self._backwards: List[Backward] = []
+        self._latest: Optional[Backward] = None
         self._pools: List[Any] = []
         self._outputs: List[Any] = []
-        self._input_gradients: List[Any] = []
         self._capture(source, rows, named, recorder)
         self.differentiable = [column.differentiable for column in self._columns]
 
@@ -127,15 +135,20 @@ class Recording:
                 lambda: replicas.refresh(source.root, filled, source.plan, self)
             )
             pools = [recorder.pool() for _ in tapes]
-            forwards, backwards = [], []
+            forwards = []
             for tape, module, pool in zip(tapes, modules, pools):
                 tape.module = module
                 forwards.append(record(tape.device, pool, tape.forward))
             columns = self._columns_of([tape.output for tape in tapes], source.grad)
-            if any(column.differentiable for column in columns):
-                for tape, pool in zip(tapes, pools):
-                    act = functools.partial(tape.backward, columns)
-                    backwards.append(record(tape.device, pool, act))
+            backwards = []
+            every = ways(columns, self._asked)
+            for places in every:
+                act = [columns[place] for place in places], places is not every[-1]
+                graphs = [
+                    record(tape.device, pool, functools.partial(tape.backward, *act))
+                    for tape, pool in zip(tapes, pools)
+                ]
+                backwards.append(Backward(places, graphs, tapes))
             if keep:
                 self._keep(columns, forwards, backwards)
                 self._pools = pools
@@ -165,18 +178,13 @@ class Recording:
             map_output(outputs[0], note, "output")
         return columns
 
-    def _keep(self, columns: List[Column], forwards: List[Any], backwards: List[Any]) -> None:
+    def _keep(
+        self, columns: List[Column], forwards: List[Any], backwards: List[Backward]
+    ) -> None:
         self._outputs = [without_graph(t.output, columns, t.rank) for t in self._tapes]
         for column in columns:
             column.settle(self._joined)
         self._columns, self._forwards, self._backwards = columns, forwards, backwards
-        for k, sums in zip(self._complete, self._sums):
-            sums.note_unused([tape.present[k] for tape in self._tapes])
-        self._input_gradients = [
-            None if gradient is None else gradient.detach()
-            for tape in self._tapes
-            for gradient in tape.leaf_gradients
-        ]
 
     # A step
 
@@ -285,24 +293,36 @@ class Recording:
         """The gradients of what GraphStep was given."""
         self._check_versions(call)
         with call.compute.in_backward(self._home):
-            for column, gradient in zip(self._columns, gradients):
-                if column.differentiable:
-                    self._cut(column, gradient)
+            way = self._way(gradients)
+            for place in way.places:
+                self._cut(self._columns[place], gradients[place])
             communication = self._communication
             with communication.current():
                 # New memory, before what follows is ordered behind whoever had it before.
                 flats = [sums.bucket.take_for_sums() for sums in self._sums]
             communication.begin()
             with phase("replay of backwards"):
-                for graph in self._backwards:
+                for graph in way.graphs:
                     graph.replay()
-            result: List[Any] = [None if g is None else g.clone() for g in self._input_gradients]
+            result: List[Any] = [None if g is None else g.clone() for g in way.input_gradients]
             with communication.current(), torch.no_grad():
                 for sums, flat in zip(self._sums, flats):
                     with bucket_phase("reduce", sums.bucket.number):
-                        result.extend(sums.into(flat))
+                        result.extend(sums.into(flat, way))
             communication.deliver()
         return result
+
+    def _way(self, gradients: Sequence[Optional[torch.Tensor]]) -> Backward:
+        way = self._backwards[0]
+        if not way.serves(gradients):
+            way = self._backwards[-1]
+        if self._latest is not None and way is not self._latest:
+            # What the other one packed, and this one may not.
+            with torch.no_grad():
+                for packed in [p for tape in self._tapes for p in tape.packed if p is not None]:
+                    packed.zero_()
+        self._latest = way
+        return way
 
     def _cut(self, column: Column, gradient: Optional[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -335,25 +355,20 @@ class _Sums:
 
     def __init__(self, bucket: Bucket, k: int, tapes: Sequence[Tape], keeps_none: bool) -> None:
         self.bucket = bucket
+        self._number = k
         self._keeps_none = keeps_none
         self._packed = tuple(tape.packed[k] for tape in tapes)
         self._ready = [(tape.device, event) for tape in tapes for event in tape.ready[k : k + 1]]
-        self._unused: List[int] = []  # slots that no replica has a gradient for
 
-    def note_unused(self, present: Sequence[Optional[List[bool]]]) -> None:
-        if self._keeps_none:
-            count = range(self.bucket.count)
-            self._unused = [k for k in count if not any(row and row[k] for row in present)]
-
-    def into(self, flat: torch.Tensor) -> List[Optional[torch.Tensor]]:
+    def into(self, flat: torch.Tensor, way: Backward) -> List[Optional[torch.Tensor]]:
         """On the streams that are current: behind the recorded events, the sum in rank order."""
         for device, event in self._ready:
             torch.cuda.current_stream(device).wait_event(event)
         size = self._packed[0].numel()
         _C.reduce(self._packed, flat if flat.numel() == size else flat[:size])
         slots: List[Optional[torch.Tensor]] = list(self.bucket.slots(flat))
-        for k in self._unused:
-            slots[k] = None
+        for slot in way.unused[self._number] if self._keeps_none else ():
+            slots[slot] = None
         return slots
 
 

@@ -128,16 +128,18 @@ class Tape:
             self.forward()
         self.held, self.reads = reads.held, reads
 
-    def backward(self, columns: Sequence[Column]) -> None:
-        wanted = [column for column in columns if column.differentiable]
+    def backward(self, columns: Sequence[Column], keep: bool) -> None:
+        """From the gradients of these columns. `keep`: another backward is to follow."""
+        outputs = [column.live[self.rank] for column in columns]
         if self.reads is not None:
-            outputs = [column.live[self.rank] for column in wanted]
             self.reads.check_leaves(outputs, self.anchors + self.leaves)
-            self.reads = None
+            self.reads = None if not keep else self.reads
+        self.present = [None] * len(self.present)
         gradients = torch.autograd.grad(
-            [column.live[self.rank] for column in wanted],
+            outputs,
             self.anchors + self.leaves,
-            [column.gradients[self.rank] for column in wanted],
+            [column.gradients[self.rank] for column in columns],
+            retain_graph=keep,
             allow_unused=True,
         )
         self.leaf_gradients = gradients[len(self.anchors) :]

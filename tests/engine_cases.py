@@ -13,7 +13,7 @@ import os
 import fastdp
 import torch
 from conftest import no_cuda_reason
-from fastdp import captures, engines
+from fastdp import captures, engines, trials
 from host_recorder import HostRecorder
 
 # Deterministic algorithms ask for it, before cuBLAS is first used.
@@ -95,7 +95,7 @@ def reason_against(name):
 @contextlib.contextmanager
 def settings(monkeypatch):
     """Around a test of engines: what makes two runs equal, and few steps enough."""
-    monkeypatch.setattr(engines, "_TIMED", TIMED)
+    monkeypatch.setattr(trials, "TIMED", TIMED)
     monkeypatch.setattr(captures.CudaRecorder, "mark", lambda self: StillMark())
     before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     torch.use_deterministic_algorithms(True)

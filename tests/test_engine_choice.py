@@ -12,8 +12,8 @@ from nets import Apply
 from torch import nn
 
 import fastdp
-from fastdp import engines
-from fastdp.engines import _Trial
+from fastdp import engines, trials
+from fastdp.trials import Trial
 
 AHEAD = WATCHED["graph"]
 TIMED = 8  # as users have it
@@ -46,7 +46,7 @@ class Clocked(Recorder):
 
 @pytest.fixture(autouse=True)
 def _full_trials(means, monkeypatch):
-    monkeypatch.setattr(engines, "_TIMED", TIMED)
+    monkeypatch.setattr(trials, "TIMED", TIMED)
 
 
 def rows(means, seed=0, batch=6):
@@ -160,7 +160,7 @@ def test_two_shapes_in_turn(means):
 
 def test_a_trial_has_no_more_marks_than_it_needs(means):
     clock = Clocked()
-    trial = _Trial(clock)
+    trial = Trial(clock)
     wants = [trial.recorded_next() for _ in range(30)]
     assert wants == [True] * TIMED + [False] * TIMED + [True] * (30 - 2 * TIMED)
     assert clock.marks == 2 * TIMED + 1

@@ -1,0 +1,43 @@
+"""One way back through a recorded step: all replicas' backward graphs, for gradients of some of the
+outputs. A recording has one for those that had gradients while it was watched, and if these are not
+all of them, another for all."""
+
+from __future__ import annotations
+
+from typing import Any, FrozenSet, List, Optional, Sequence
+
+import torch
+
+from .tapes import Column, Tape
+
+
+class Backward:
+    """Made right after its capture; `places` are those of its columns among all."""
+
+    def __init__(self, places: List[int], graphs: List[Any], tapes: Sequence[Tape]) -> None:
+        self.places = places
+        self.graphs = graphs
+        # For each bucket, the slots for which no replica has a gradient.
+        self.unused = [
+            [slot for slot in range(len(slots or ())) if not any(row and row[slot] for row in rows)]
+            for slots, rows in zip(tapes[0].slots, zip(*[tape.present for tape in tapes]))
+        ]
+        self.input_gradients: List[Optional[torch.Tensor]] = [
+            None if gradient is None else gradient.detach()
+            for tape in tapes
+            for gradient in tape.leaf_gradients
+        ]
+
+    def serves(self, gradients: Sequence[Optional[torch.Tensor]]) -> bool:
+        """Whether there are no others."""
+        return sum(g is not None for g in gradients) <= sum(
+            gradients[place] is not None for place in self.places
+        )
+
+
+def ways(columns: Sequence[Column], asked: Optional[FrozenSet[int]]) -> List[List[int]]:
+    """The places of the columns of each way back."""
+    every = [place for place, column in enumerate(columns) if column.differentiable]
+    some = every if asked is None else [place for place in every if place in asked]
+    found = [some, every] if 0 < len(some) < len(every) else [every]
+    return [places for places in found if places]
