@@ -4,6 +4,7 @@
 #include "counters.h"
 #include "fault.h"
 #include "plan.h"
+#include "recorder.h"
 
 static fdp_status check(const fdp_view *source, fdp_named_views targets) {
   fdp_status status;
@@ -25,6 +26,8 @@ fdp_status fdp_broadcast(fdp_context *context, const fdp_view *source, fdp_strea
   int32_t copy_counts[FDP_MAX_REPLICAS];
   fdp_copy_list list;
   fdp_copy_list_init(&list);
+  int64_t record = fdp_recorder_begin(FDP_VERB_BROADCAST, 0, fdp_view_size_bytes(source),
+                                      source->device, source_stream, target_count);
   fdp_status status;
   FDP_TRY(fdp_fault_check(FDP_FAULT_BROADCAST));
   FDP_TRY(check(source, (fdp_named_views){"targets", targets, target_count, false}));
@@ -46,5 +49,6 @@ fdp_status fdp_broadcast(fdp_context *context, const fdp_view *source, fdp_strea
   fdp_counters_add(FDP_VERB_BROADCAST, list.size_bytes, list.count);
 done:
   fdp_copy_list_drop(&list);
+  fdp_recorder_end(record, status);
   return status;
 }

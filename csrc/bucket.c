@@ -2,6 +2,7 @@
 
 #include <assert.h>
 #include <inttypes.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -117,6 +118,8 @@ fdp_status fdp_bucket_open(const fdp_view *prototypes, const int64_t *offsets_el
     status = fdp_fail(FDP_OUT_OF_MEMORY, "bucket: no host memory for %d slots", count);
     goto done;
   }
+  static atomic_int last_number; /* for records: never read back */
+  opened->number = 1 + atomic_fetch_add_explicit(&last_number, 1, memory_order_relaxed);
   opened->dtype = dtype;
   opened->count = count;
   int64_t *dims = opened->dims;
@@ -141,6 +144,8 @@ void fdp_bucket_close(fdp_bucket *bucket) {
 fdp_status fdp_bucket_demand(fdp_bucket *bucket, const char *transport) {
   return fdp_context_transport_name(transport, &bucket->transport);
 }
+
+int32_t fdp_bucket_number(const fdp_bucket *bucket) { return bucket->number; }
 
 int32_t fdp_bucket_count(const fdp_bucket *bucket) { return bucket->count; }
 

@@ -22,6 +22,8 @@ void fdp_bucket_close(fdp_bucket *bucket);
  * FASTDP_TRANSPORT says. Before its first verb. FDP_INVALID_ARGUMENT for a name that is none. */
 fdp_status fdp_bucket_demand(fdp_bucket *bucket, const char *transport);
 
+/* By which records (recorder.h) name it: counted from 1 as buckets are opened. */
+int32_t fdp_bucket_number(const fdp_bucket *bucket);
 int32_t fdp_bucket_count(const fdp_bucket *bucket);
 /* Size that a flat buffer must have, the gaps between slots included. */
 int64_t fdp_bucket_size_bytes(const fdp_bucket *bucket);

@@ -4,6 +4,7 @@
 #include "checks.h"
 #include "counters.h"
 #include "fault.h"
+#include "recorder.h"
 #include "stage.h"
 
 static const char verb[] = "bucket_broadcast";
@@ -100,6 +101,8 @@ fdp_status fdp_bucket_broadcast(fdp_context *context, const fdp_bucket *bucket,
   fdp_stage stage = {0};
   fdp_segment *segments = NULL;
   int32_t segment_count = 0;
+  int64_t record = fdp_recorder_begin(FDP_VERB_BUCKET_BROADCAST, bucket->number, bucket->size_bytes,
+                                      sources[0].device, home_stream, flat_count);
   fdp_status status;
   FDP_TRY(fdp_fault_check(FDP_FAULT_BUCKET_BROADCAST));
   FDP_TRY(check(bucket, sources, flats, flat_count));
@@ -121,5 +124,7 @@ fdp_status fdp_bucket_broadcast(fdp_context *context, const fdp_bucket *bucket,
                    (int64_t)segment_count * flat_count);
 done:
   free(segments);
-  return fdp_stage_close(&stage, status, party.others, flat_count);
+  status = fdp_stage_close(&stage, status, party.others, flat_count);
+  fdp_recorder_end(record, status);
+  return status;
 }

@@ -4,6 +4,7 @@
 #include "checks.h"
 #include "counters.h"
 #include "fault.h"
+#include "recorder.h"
 #include "stage.h"
 
 static const char verb[] = "bucket_reduce";
@@ -161,6 +162,8 @@ fdp_status fdp_bucket_reduce(fdp_context *context, const fdp_bucket *bucket,
   bucket_ranks ranks;
   fdp_party party;
   fdp_sum *sums = NULL;
+  int64_t record = fdp_recorder_begin(FDP_VERB_BUCKET_REDUCE, bucket->number, bucket->size_bytes,
+                                      flat->device, flat_stream, rank_count);
   fdp_status status;
   FDP_TRY(fdp_fault_check(FDP_FAULT_BUCKET_REDUCE));
   FDP_TRY(fdp_check_count(verb, "ranks", rank_count));
@@ -177,5 +180,6 @@ fdp_status fdp_bucket_reduce(fdp_context *context, const fdp_bucket *bucket,
   FDP_TRY(run(&work, &party, sums));
 done:
   free(sums);
+  fdp_recorder_end(record, status);
   return status;
 }

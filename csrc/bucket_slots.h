@@ -15,6 +15,7 @@ typedef struct bucket_slot {
 } bucket_slot;
 
 struct fdp_bucket {
+  int32_t number; /* of the process's buckets, from 1 */
   fdp_dtype dtype;
   int32_t count;
   int64_t size_bytes;

@@ -29,6 +29,8 @@ static const fdp_env_variable variables[FDP_ENV_COUNT] = {
                              "The gradient of a parameter that no replica used."},
     [FDP_ENV_ENGINE] = {"FASTDP_ENGINE", FDP_ENV_CHOICE, "eager|auto|graph", "eager", false, 0, 0,
                         "What runs a step: Python, the faster of it and CUDA graphs, or graphs."},
+    [FDP_ENV_DUMP] = {"FASTDP_DUMP", FDP_ENV_CHOICE, "off|error|signal|both", "off", false, 0, 0,
+                      "When the last operations are told: in errors of the core, at SIGUSR1."},
     [FDP_ENV_NCCL] = {"FASTDP_NCCL", FDP_ENV_TEXT, "path of libnccl.so.2", "auto", false, 0, 0,
                       "The NCCL to use; auto: the one torch loaded, then torch's, then any."},
     [FDP_ENV_TEST_BAD_PEER] = {"FASTDP_TEST_BAD_PEER", FDP_ENV_TEXT, "two GPUs, as 0-1", "none",
@@ -48,6 +50,7 @@ static const char *names_choice[FDP_ENV_COUNT][5] = {
     [FDP_ENV_OVERLAP] = {"auto", "always", "never"},
     [FDP_ENV_UNUSED_GRAD] = {"zero", "none"},
     [FDP_ENV_ENGINE] = {"eager", "auto", "graph"},
+    [FDP_ENV_DUMP] = {"off", "error", "signal", "both"},
 };
 
 const fdp_env_variable *fdp_env_describe(fdp_env_id id) {

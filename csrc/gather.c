@@ -4,6 +4,7 @@
 #include "counters.h"
 #include "fault.h"
 #include "plan.h"
+#include "recorder.h"
 
 static fdp_status check(fdp_named_views sources, const fdp_view *target, int32_t dim) {
   fdp_named_views targets = {"target", target, 1, true};
@@ -26,6 +27,8 @@ fdp_status fdp_gather(fdp_context *context, const fdp_view *sources,
   int32_t copy_counts[FDP_MAX_REPLICAS];
   fdp_copy_list list;
   fdp_copy_list_init(&list);
+  int64_t record = fdp_recorder_begin(FDP_VERB_GATHER, 0, fdp_view_size_bytes(target),
+                                      target->device, target_stream, source_count);
   fdp_status status;
   FDP_TRY(fdp_fault_check(FDP_FAULT_GATHER));
   FDP_TRY(check((fdp_named_views){"sources", sources, source_count, false}, target, dim));
@@ -43,5 +46,6 @@ fdp_status fdp_gather(fdp_context *context, const fdp_view *sources,
   fdp_counters_add(FDP_VERB_GATHER, list.size_bytes, list.count);
 done:
   fdp_copy_list_drop(&list);
+  fdp_recorder_end(record, status);
   return status;
 }

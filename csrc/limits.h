@@ -95,6 +95,11 @@
 #define FDP_PLAN_INLINE_COPIES 4
 #endif
 
+/* Records that the flight recorder keeps; a power of two. */
+#ifndef FDP_RECORDER_LENGTH
+#define FDP_RECORDER_LENGTH 256
+#endif
+
 /* Deadline of a wait on the host when FASTDP_TIMEOUT_MS is not set. */
 #ifndef FDP_DEFAULT_TIMEOUT_MS
 #define FDP_DEFAULT_TIMEOUT_MS 600000

@@ -109,6 +109,11 @@ static void bucket_dealloc(PyObject *self) {
   Py_DECREF(type);
 }
 
+static PyObject *bucket_number(PyObject *self, void *unused) {
+  (void)unused;
+  return PyLong_FromLong(fdp_bucket_number(((fdp_py_bucket *)self)->plan));
+}
+
 static PyObject *bucket_count(PyObject *self, void *unused) {
   (void)unused;
   return PyLong_FromLong(fdp_bucket_count(((fdp_py_bucket *)self)->plan));
@@ -310,6 +315,7 @@ static PyMethodDef bucket_methods[] = {
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef bucket_getters[] = {
+    {"number", bucket_number, NULL, PyDoc_STR("Its name in records."), NULL},
     {"count", bucket_count, NULL, PyDoc_STR("Number of slots."), NULL},
     {"size_bytes", bucket_size_bytes, NULL, PyDoc_STR("Size of a flat buffer."), NULL},
     {"size_elems", bucket_size_elems, NULL, PyDoc_STR("Length of a flat buffer in elements."),

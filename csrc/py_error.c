@@ -1,5 +1,7 @@
 #include "py_error.h"
 
+#include "py_recorder.h"
+
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -76,6 +78,7 @@ PyObject *fdp_py_raise(fdp_py_state *state, fdp_status status) {
   if (message[0] == '\0') message = fdp_status_name(status);
   /* A long message may be cut inside a character. */
   text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
+  if (text != NULL) text = fdp_py_recorder_add(text, status);
   if (text != NULL) PyErr_SetObject(type, text);
   Py_XDECREF(text);
   return NULL;

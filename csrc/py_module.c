@@ -15,6 +15,7 @@
 #include "py_layout.h"
 #include "py_log.h"
 #include "py_producer.h"
+#include "py_recorder.h"
 #include "py_slots.h"
 #include "py_snapshot.h"
 #include "py_torch.h"
@@ -33,7 +34,7 @@ fdp_context *fdp_py_context(fdp_py_state *state) {
   fdp_status status;
 
   if (process_context != NULL && process == getpid()) return process_context;
-  if (fdp_py_log_open(state) < 0) return NULL;
+  if (fdp_py_log_open(state) < 0 || fdp_py_recorder_open(state) < 0) return NULL;
   status = fdp_context_open(&context);
   if (status != FDP_OK) {
     fdp_py_raise(state, status);
@@ -146,6 +147,8 @@ static PyMethodDef module_methods[] = {
      PyDoc_STR("(name, type, default, sentence) of every environment variable.")},
     {"counters", counters, METH_NOARGS, PyDoc_STR("Calls, bytes and chunks of each verb.")},
     {"reset_counters", reset_counters, METH_NOARGS, PyDoc_STR("Sets all counters to 0.")},
+    {"dump", fdp_py_recorder_dump, METH_NOARGS,
+     PyDoc_STR("dump()\n--\n\nThe last operations, as text.")},
     {"arm_fault", (PyCFunction)(void *)arm_fault, METH_FASTCALL,
      PyDoc_STR("arm_fault(point, nth_call, /)\n--\n\nTests: the n-th call from now fails.")},
     {"scatter", (PyCFunction)(void *)fdp_py_scatter, METH_FASTCALL,

@@ -3,6 +3,7 @@
 #include "checks.h"
 #include "counters.h"
 #include "fault.h"
+#include "recorder.h"
 #include "stage.h"
 
 static fdp_status check(fdp_named_views sources, const fdp_view *target) {
@@ -99,6 +100,8 @@ fdp_status fdp_reduce(fdp_context *context, const fdp_view *sources,
                       const fdp_view *target, fdp_stream *target_stream) {
   fdp_party party;
   fdp_device_id devices[FDP_MAX_REPLICAS];
+  int64_t record = fdp_recorder_begin(FDP_VERB_REDUCE, 0, fdp_view_size_bytes(target),
+                                      target->device, target_stream, source_count);
   fdp_status status;
   FDP_TRY(fdp_fault_check(FDP_FAULT_REDUCE));
   FDP_TRY(check((fdp_named_views){"sources", sources, source_count, false}, target));
@@ -109,5 +112,6 @@ fdp_status fdp_reduce(fdp_context *context, const fdp_view *sources,
   int64_t size_bytes = fdp_view_size_bytes(target);
   fdp_counters_add(FDP_VERB_REDUCE, size_bytes, size_bytes > 0 ? 1 : 0);
 done:
+  fdp_recorder_end(record, status);
   return status;
 }

@@ -47,6 +47,10 @@ def env_table() -> Tuple[Tuple[str, str, str, str], ...]:
 
 def counters() -> dict[str, _Counters]: ...
 def reset_counters() -> None: ...
+def dump() -> str:
+    """The flight recorder (csrc/recorder.h): the last calls of verbs of this process, the newest
+    last, one line each."""
+
 def arm_fault(point: str, nth_call: int, /) -> None:
     """Tests: the n-th call from now of `point` fails with FaultInjected; 0 disarms."""
 
@@ -105,6 +109,9 @@ class Bucket:
     ) -> Self:
         """`offsets`: where each slot begins, in elements, ascending; None: at aligned places.
         `transport`: what must carry it, or "auto"; None: what FASTDP_TRANSPORT says."""
+    @property
+    def number(self) -> int:
+        """By which records (dump) name it, counted from 1 in this process."""
     @property
     def count(self) -> int: ...
     @property

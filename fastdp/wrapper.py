@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 import torch
 from torch import nn
 
-from . import _torch_compat, environment, options
+from . import _C, _torch_compat, environment, options
 from .apply import apply_modules
 from .cuts import PLAIN, Rules, scatter_arguments
 from .devices import parse_device, parse_devices
@@ -184,6 +184,18 @@ class DataParallel(nn.DataParallel):
         """What ran so far and why: engine, transport, and for each kind of forward the steps by
         each engine and what stood against recording it. A dictionary that prints as text."""
         return make_report(self)
+
+    def dump(self) -> str:
+        """The flight recorder as text: the last operations of fastdp's core in this process, of all
+        wrappers, the newest last. One line each: number, verb, bucket, bytes, device, stream, how
+        many others took part, how long ago it began, and whether it runs, was enqueued or failed.
+
+        Of a hang, from outside: with FASTDP_DUMP=signal (or both), SIGUSR1 writes the same to the
+        standard error. With FASTDP_DUMP=error (or both) it is part of the core's errors. It says
+        what the host enqueued, not what a GPU has finished; what a recorded step (engine "graph")
+        replays is not in it.
+        """
+        return _C.dump()
 
     def _called(
         self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]
