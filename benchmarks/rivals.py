@@ -83,9 +83,9 @@ class Trainer:
     def __init__(self, model: Model, base: nn.Module, wrapped: nn.Module, batch: Any, part: str):
         self._model = model
         self._module = wrapped
-        self._batch = batch
+        self.batch = batch
         self._optimizer = model.fused_optimizer(base) if part == "step" else None
-        self._kind = batch.device.type
+        self._kind = next(base.parameters()).device.type
         self._scaler = torch.amp.GradScaler(self._kind) if model.scales else None
         self._base = base
 
@@ -95,7 +95,7 @@ class Trainer:
         else:
             self._optimizer.zero_grad(set_to_none=True)
         with self._model.precision(self._kind):
-            loss = self._module(self._batch).float().mean()
+            loss = self._module(self.batch).float().mean()
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         loss.backward()

@@ -205,13 +205,13 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     for option in ("steps", "rounds", "warmup"):
         if getattr(args, option) < 1:
             parser.error(f"--{option} is {getattr(args, option)}: it must be at least 1")
-    args.devices = [_device(name, parser) for name in args.devices.split(",")]
+    args.devices = [device_of(name, parser) for name in args.devices.split(",")]
     if len({device.type for device in args.devices}) > 1 or len(args.devices) < 2:
         parser.error("--devices: two or more are needed, all GPUs or all cpu")
     on_host = args.devices[0].type == "cpu"
     # Replicas on the host stand for GPUs of their own.
     args.gpus = len(args.devices) if on_host else len(distinct(args.devices))
-    args.models = [_chosen(entry, parser) for entry in args.models.split(",")]
+    args.models = [chosen_model(entry, parser) for entry in args.models.split(",")]
     one_memory = on_host or args.gpus == 1
     args.transports = (args.transports or ("local" if one_memory else "peer,nccl,host")).split(",")
     args.engines = args.engines.split(",") if args.engines else _engines(on_host)
@@ -220,7 +220,7 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     return args
 
 
-def _device(name: str, parser: argparse.ArgumentParser) -> torch.device:
+def device_of(name: str, parser: argparse.ArgumentParser) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not name.isdigit():
@@ -232,12 +232,14 @@ def _engines(on_host: bool) -> List[str]:
     return ["eager", "graph"] if not on_host and has_graphs() else ["eager"]
 
 
-def _chosen(entry: str, parser: argparse.ArgumentParser) -> Tuple[str, int]:
+def chosen_model(
+    entry: str, parser: argparse.ArgumentParser, option: str = "--models"
+) -> Tuple[str, int]:
     name, _, batch = entry.partition(":")
     if name not in MODELS:
-        parser.error(f"--models: {name!r} is not one of {', '.join(MODELS)}")
+        parser.error(f"{option}: {name!r} is not one of {', '.join(MODELS)}")
     if batch and not (batch.isdigit() and int(batch) > 0):
-        parser.error(f"--models: {batch!r} is no batch size; write {name}:{MODELS[name].per_gpu}")
+        parser.error(f"{option}: {batch!r} is no batch size; write {name}:{MODELS[name].per_gpu}")
     return name, int(batch) if batch else MODELS[name].per_gpu
 
 

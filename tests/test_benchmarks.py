@@ -244,6 +244,38 @@ def test_step_defaults_by_devices():
     assert "DDP" not in backward
 
 
+def test_input_races_ways_to_feed_a_step(tmp_path):
+    options = ("--devices", "cpu,cpu", "--model", "tiny:6", "--steps", "2", "--rounds", "2")
+    found, out = tables(tmp_path, "input.py", *options)
+    assert found["title"] == "tiny, 6 per replica, devices ['cpu', 'cpu']"
+    assert found["batch_mb"] == 12 * 8 * 4 / 1e6
+    assert [row["way"] for row in found["steps"]][:2] == ["inputs there", "pageable loader"]
+    assert "prefetch" in [row["way"] for row in found["steps"]]
+    for row in found["steps"]:
+        assert 0 < row["low_ms"] <= row["step_ms"] <= row["high_ms"]
+        assert row["longer"] == pytest.approx(row["step_ms"] / found["steps"][0]["step_ms"] - 1)
+        assert row["way"] in out
+    assert [row["way"] for row in found["copies"]][:2] == ["bare pinned copy", "prefetch"]
+    for row in found["copies"]:
+        assert row["of_bare"] == pytest.approx(row["gb_per_s"] / found["copies"][0]["gb_per_s"])
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--model", "resnet9"], "--model: 'resnet9' is not one of mlp, "),
+        (["--devices", "0,cpu"], "--devices: all GPUs or all cpu"),
+        (["--depth", "0"], "--depth is 0: it must be at least 1"),
+    ],
+)
+def test_input_refuses(capsys, options, words):
+    import input as script
+
+    with pytest.raises(SystemExit):
+        script.parse(options)
+    assert words in capsys.readouterr().err
+
+
 def test_comm_measures_every_verb(tmp_path):
     found, _ = tables(
         tmp_path, "comm.py", "--devices", "cpu,cpu,cpu", "--sizes", "4K,64K", "--rounds", "2"
