@@ -78,7 +78,8 @@ def test_many_tiny_parameters_travel_in_one_copy(fast):
 def test_the_gradient_of_many_parameters_is_one_node(fast):
     """The graph's fan-in is one node for the bucket, not one for each parameter."""
     module = tiny(100)
-    nodes, todo = set(), [fast.wrap(module, 2)(ints(4, 4)).grad_fn]
+    output = fast.wrap(module, 2)(ints(4, 4))  # kept: it keeps the graph
+    nodes, todo = set(), [output.grad_fn]
     while todo:
         node = todo.pop()
         if node is not None and node not in nodes:
@@ -91,7 +92,8 @@ def test_the_gradient_of_many_parameters_is_one_node(fast):
 
 @row("J2")
 def test_an_empty_model_costs_few_calls(fast):
-    """What there is beside the replicas' own forward: today some 70 calls for each replica."""
+    """What there is beside the replicas' own forward: today some 70 calls for each replica, and on
+    GPUs some 60 more in all, for streams."""
     x = ints(4, 4)
     costs = []
     for n in (2, 4):
@@ -99,7 +101,8 @@ def test_an_empty_model_costs_few_calls(fast):
         for _ in range(3):
             dp(x)
         costs.append(calls_during(lambda dp=dp: dp(x)))
-    assert costs[0] < 300 and costs[1] - costs[0] < 100, costs
+    bound = 300 if fast.home.type == "cpu" else 400
+    assert costs[0] < bound and costs[1] - costs[0] < 100, costs
 
 
 @row("J4")
