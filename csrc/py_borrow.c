@@ -50,7 +50,13 @@ static int fill_view(const DLTensor *tensor, const fdp_py_argument *argument, fd
   if (tensor->ndim < 0 || tensor->ndim > FDP_MAX_DIMS)
     return fdp_py_refuse(PyExc_ValueError, argument, "%d dimensions, must be 0 to %d",
                          (int)tensor->ndim, FDP_MAX_DIMS);
-  view->data = tensor->data == NULL ? NULL : (char *)tensor->data + tensor->byte_offset;
+  if (tensor->ndim > 0 && tensor->shape == NULL)
+    return fdp_py_refuse(PyExc_ValueError, argument, "%d dimensions, but no shape",
+                         (int)tensor->ndim);
+  /* As a number: an offset that makes no sense may wrap, and fdp_view_check looks at the result. */
+  view->data = NULL;
+  if (tensor->data != NULL)
+    view->data = (void *)((uintptr_t)tensor->data + (uintptr_t)tensor->byte_offset);
   view->device = (fdp_device_id){tensor->device.device_type, tensor->device.device_id};
   view->dtype = (fdp_dtype){tensor->dtype.code, tensor->dtype.bits, tensor->dtype.lanes};
   view->ndim = tensor->ndim;

@@ -43,7 +43,9 @@ static fdp_status check_range(const fdp_view *view, const char *name, int64_t it
     }
   }
   uintptr_t address = (uintptr_t)view->data;
-  if ((uintptr_t)-(low + 1) + 1 > address || address + (uintptr_t)high < address) {
+  int64_t span; /* from the first byte to the last: a sum of absolute steps fits too */
+  if ((uintptr_t)-(low + 1) + 1 >= address || address + (uintptr_t)high < address ||
+      __builtin_sub_overflow(high, low, &span)) {
     return fdp_fail(FDP_INVALID_ARGUMENT, "%s: bytes %" PRId64 " to %" PRId64
                     " around data %p leave the address space", name, low, high, view->data);
   }
@@ -76,8 +78,9 @@ fdp_status fdp_view_check(const fdp_view *view, const char *name) {
                     name, count_elems);
   }
   /* Complex numbers are aligned as their parts; odd sizes, which only get moved, to one byte. */
-  uintptr_t alignment = (uintptr_t)(view->dtype.bits / 8);
-  if (view->dtype.code == FDP_CODE_COMPLEX) alignment /= 2;
+  unsigned bits = view->dtype.bits;
+  if (view->dtype.code == FDP_CODE_COMPLEX && bits % 2 == 0) bits /= 2;
+  uintptr_t alignment = bits % 8 == 0 ? bits / 8 : 1;
   if (alignment > 1 && (alignment & (alignment - 1)) == 0 &&
       (uintptr_t)view->data % alignment != 0) {
     return fdp_fail(FDP_INVALID_ARGUMENT, "%s: data %p is not aligned, must be a multiple of %zu "
@@ -179,8 +182,9 @@ static int32_t outermost_dim(const fdp_view *view) {
   int32_t outermost = -1;
   int64_t largest = 0;
   for (int32_t d = 0; d < view->ndim; ++d) {
+    if (view->shape[d] <= 1) continue; /* its stride may be any, also one that has no negative */
     int64_t stride = view->strides[d] < 0 ? -view->strides[d] : view->strides[d];
-    if (view->shape[d] <= 1 || stride <= largest) continue;
+    if (stride <= largest) continue;
     outermost = d;
     largest = stride;
   }
@@ -202,8 +206,10 @@ static bool lie_side_by_side(const fdp_view *a, const fdp_view *b) {
   fdp_view row_b = fdp_view_narrow(b, dim_b, 0, 1);
   fdp_view_extent(&row_a, &begin_a, &end_a);
   fdp_view_extent(&row_b, &begin_b, &end_b);
-  int64_t distance = (int64_t)((intptr_t)begin_b - (intptr_t)begin_a) % step;
-  if (distance < 0) distance += step;
+  uintptr_t at_a = (uintptr_t)begin_a; /* may be further apart than a signed number tells */
+  uintptr_t at_b = (uintptr_t)begin_b;
+  int64_t distance = (int64_t)((at_b > at_a ? at_b - at_a : at_a - at_b) % (uintptr_t)step);
+  if (at_b < at_a && distance > 0) distance = step - distance;
   return distance >= end_a - begin_a && distance <= step - (end_b - begin_b);
 }
 
