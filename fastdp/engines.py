@@ -27,7 +27,7 @@ from .watch import Watch, global_state, snapshot_of
 
 _log = logging.getLogger("fastdp")
 
-# Eager steps that are watched before a signature is recorded.
+# Eager steps before a signature is recorded. The first is not watched: it may never come back.
 _WATCHED = {"auto": 3, "graph": 2}
 # Signatures that are remembered, and recordings kept, the least recently used going first.
 _MAX_SIGNATURES = 64
@@ -287,6 +287,9 @@ class Engine:
 
     def _run_watched(self, entry: _Entry, root: Any, eager: Callable[[], Any]) -> Any:
         entry.steps["eager"] += 1
+        if entry.steps["eager"] == 1:
+            entry.watched += 1
+            return eager()
         if entry.snapshot is None:
             entry.snapshot = snapshot_of((root,))
         changed = entry.snapshot.differs()

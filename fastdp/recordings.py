@@ -244,7 +244,7 @@ class Recording:
 
     def covers(self, arguments: Sequence[torch.Tensor]) -> bool:
         """Whether the replicas get all of these: what is cut into too many pieces is dropped."""
-        return all(
+        return not self._joined or all(
             argument.size(self._dim) == sum(piece.size(self._dim) for piece in pieces)
             for argument, pieces in zip(arguments, zip(*[tape.inputs for tape in self._tapes]))
         )
