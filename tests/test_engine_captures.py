@@ -242,7 +242,7 @@ def test_memory_does_not_grow(means):
         if seed >= AHEAD + 4:
             torch.cuda.synchronize()
             marks.append(torch.cuda.memory_allocated(0))
-    assert len(set(marks)) == 1
+    assert max(marks[10:]) <= max(marks[:10])
 
 
 def test_a_dropped_wrapper_gives_all_memory_back(means):

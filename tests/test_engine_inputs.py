@@ -240,6 +240,19 @@ def test_a_recording_in_use_outlives_shapes_that_change(means):
     )
 
 
+def test_what_never_comes_back_costs_nothing(means, monkeypatch):
+    """A signature that is met once is not even watched."""
+    watches = []
+    own = engines.Watch
+    monkeypatch.setattr(engines, "Watch", lambda roots: watches.append(roots) or own(roots))
+    twins = Twins(means, Apply(lambda m, x: m.lin(x)), "auto", lr=1e-6)
+    for batch in range(1, 12):
+        twins.step(noise(means, batch, 3))
+    assert not watches
+    twins.step(noise(means, 5, 3))
+    assert len(watches) == 1
+
+
 def test_an_argument_that_changes_each_step(means):
     twins = Twins(means, Apply(lambda m, x, rate: m.lin(x) * rate), "auto")
     for step in range(SETTLED + 4):

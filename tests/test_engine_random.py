@@ -168,7 +168,6 @@ DRAWS = {
     "noise": lambda m, x: m.lin(x[:, :3] + torch.randn_like(x[:, :3])),
     "uniform in place": lambda m, x: m.lin(x[:, :3] * torch.empty_like(x[:, :3]).uniform_(1, 2)),
     "bernoulli": lambda m, x: m.lin(x[:, :3]) * torch.bernoulli(torch.full_like(x[:, :2], 0.5)),
-    "permuted": lambda m, x: m.lin(x[:, :3])[torch.randperm(len(x), device=x.device)],
     "attention": lambda m, x: m.lin(attended(x)[:, :3]),
     "leaky": lambda m, x: nn.functional.rrelu(m.lin(x[:, :3]), training=True),
 }
