@@ -210,6 +210,9 @@ static fdp_status reduce(const fdp_nccl_sum *work, sum_scratch *scratch, const s
     FDP_TRY(fdp_endpoint_after(scratch->leads[seats->others[r]], &work->ranks[r]));
   }
 done:
+  for (int32_t seat = 0; seat < seats->count && status != FDP_OK; ++seat) {
+    if (scratch->leads[seat]) status = fdp_endpoint_settle(scratch->leads[seat], work->home, status);
+  }
   for (int32_t seat = 0; seat < seats->count; ++seat) {
     if (!scratch->flats[seat]) continue;
     status = give(scratch->leads[seat], scratch->flats[seat], status);

@@ -80,6 +80,9 @@ static fdp_status sum_shards(peer_reduction *work) {
     FDP_TRY(fdp_endpoint_after(&work->lane_ends[i], work->home));
   }
 done:
+  for (int32_t i = 0; i < work->lane_count && status != FDP_OK; ++i) {
+    status = fdp_endpoint_settle(&work->lane_ends[i], work->home, status);
+  }
   return status;
 }
 

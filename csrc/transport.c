@@ -1,5 +1,7 @@
 #include "transport.h"
 
+#include <stdio.h>
+
 #include "relay.h"
 
 /* More plain copies than this are quicker in one launch than one by one. */
@@ -19,4 +21,12 @@ fdp_status fdp_endpoint_copy(const fdp_endpoint *endpoint, const fdp_strided_cop
   }
 done:
   return status;
+}
+
+fdp_status fdp_endpoint_settle(const fdp_endpoint *first, const fdp_endpoint *then,
+                               fdp_status status) {
+  char message[FDP_MESSAGE_BYTES];
+  snprintf(message, sizeof message, "%s", fdp_last_message());
+  fdp_endpoint_after(first, then);
+  return fdp_fail(status, "%s", message);
 }

@@ -7,8 +7,9 @@
  * what lies on an endpoint on that endpoint's stream, after all that is enqueued there, and writes
  * on the target's; when it returns, each source's stream waits for the reads, and the targets'
  * streams have the writes enqueued. When it fails, work may have been enqueued in part; sources'
- * streams then may not wait for it. Endpoints may repeat devices and streams. Argument arrays are
- * read before the call returns. Any thread; a transport guards what it keeps.
+ * streams then may not wait for it, but home's waits for all that reads the sources of a sum.
+ * Endpoints may repeat devices and streams. Argument arrays are read before the call returns. Any
+ * thread; a transport guards what it keeps.
  *
  * Memory of the host on the stream NULL is different, as nothing can wait there but the caller.
  * What goes to it has arrived when the call returns. What is read from it may still be read
@@ -75,6 +76,11 @@ static inline fdp_status fdp_endpoint_after(const fdp_endpoint *first, const fdp
   return fdp_order_after(first->order, first->stream,
                          (fdp_stream_ref){then->device, then->stream});
 }
+
+/* After a failure with `status`, which it returns: the same, as far as it goes. The thread's message
+ * stays. */
+fdp_status fdp_endpoint_settle(const fdp_endpoint *first, const fdp_endpoint *then,
+                               fdp_status status);
 
 static inline fdp_stream_ref fdp_endpoint_ref(const fdp_endpoint *endpoint) {
   return (fdp_stream_ref){endpoint->device, endpoint->stream};

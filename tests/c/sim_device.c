@@ -3,157 +3,106 @@
 
 #include "sim_inside.h"
 
+#define HERE __builtin_return_address(0)
+
+static sim_backend *backend_of(fdp_device *device) { return (sim_backend *)device; }
+
+static bool is_host(const fdp_device *device) { return device->id.kind == FDP_DEVICE_HOST; }
+
+/* Every call that can fail comes through here first. */
+static fdp_status arrive(fdp_device *device, const char *call) {
+  sim *world = backend_of(device)->world;
+  if (world->spared > 0) return FDP_OK;
+  if (world->yield) world->yield(world);
+  if (++world->call_count != world->failing_call) return FDP_OK;
+  world->has_failed = true;
+  sim_trace(world, 'f', world->call_count, 0, 0);
+  return fdp_fail(FDP_DEVICE_ERROR, "sim: call %lld, %s, was told to fail",
+                  (long long)world->call_count, call);
+}
+
+/* The stream itself, or the device's own in place of NULL. */
+static fdp_stream *stream_of(fdp_device *device, fdp_stream *stream, const char *call) {
+  sim_backend *backend = backend_of(device);
+  if (stream) {
+    if (stream->device && stream->device != backend) {
+      sim_report(backend->world, "%s by device %d on a stream of device %d", call, backend->index,
+                 stream->device->index);
+    }
+    return stream;
+  }
+  fdp_stream **standard = &backend->standard[is_host(device) ? backend->world->thread : 0];
+  if (!*standard) {
+    *standard = sim_stream(backend->world);
+    (*standard)->device = backend;
+  }
+  return *standard;
+}
+
+static bool runs_at_once(const fdp_device *device, const fdp_stream *stream) {
+  return !stream && is_host(device);
+}
+
+/* --- work --- */
+
+static sim_operation *begin(fdp_device *device, fdp_stream *stream, const char *what,
+                            const void *site) {
+  sim *world = backend_of(device)->world;
+  sim_operation *operation = sim_push(stream, SIM_WORK, sim_place_of(world, what, site));
+  operation->device = backend_of(device)->index;
+  return operation;
+}
+
+/* What the host does at once comes after all that it did and saw, and it has seen the end of it. */
+static void finish(fdp_device *device, fdp_stream *given, fdp_stream *stream) {
+  sim *world = backend_of(device)->world;
+  if (runs_at_once(device, given)) {
+    sim_run_until(world, stream->last);
+    sim_clock_merge(&world->threads[world->thread], &stream->clock);
+  } else {
+    sim_commit(stream);
+  }
+}
+
 static void keep_items(sim_operation *operation, const void *items, size_t size_bytes) {
   operation->items = malloc(size_bytes + 1);
   if (size_bytes > 0) memcpy(operation->items, items, size_bytes);
-}
-
-static void touch(sim_operation *operation, const void *begin, int64_t size_bytes, bool writes) {
-  if (!begin || size_bytes == 0) return;
-  if (operation->access_count > 0) { /* neighbours are one: comparing is what takes the time */
-    sim_access *last = &operation->accesses[operation->access_count - 1];
-    if (last->end == begin && last->writes == writes) {
-      last->end += size_bytes;
-      return;
-    }
-  }
-  if (operation->access_count == operation->access_capacity) {
-    operation->access_capacity = operation->access_capacity * 2 + 8;
-    operation->accesses = realloc(operation->accesses, (size_t)operation->access_capacity *
-                                                           sizeof *operation->accesses);
-  }
-  operation->accesses[operation->access_count++] =
-      (sim_access){begin, (const char *)begin + size_bytes, writes};
-}
-
-/* Every item of a strided array. */
-static void touch_strided(sim_operation *operation, const void *start, int32_t ndim,
-                          const int64_t *shape, const int64_t *strides_bytes, int64_t item_bytes,
-                          bool writes) {
-  if (ndim == 0) {
-    touch(operation, start, item_bytes, writes);
-    return;
-  }
-  for (int64_t i = 0; i < shape[0]; ++i) {
-    touch_strided(operation, (const char *)start + i * strides_bytes[0], ndim - 1, shape + 1,
-                  strides_bytes + 1, item_bytes, writes);
-  }
-}
-
-void sim_touch_view(sim_operation *operation, const fdp_view *view, bool writes) {
-  int64_t item_bytes = (int64_t)fdp_dtype_bytes(view->dtype);
-  int64_t strides_bytes[FDP_MAX_DIMS];
-  for (int32_t d = 0; d < view->ndim; ++d) strides_bytes[d] = view->strides[d] * item_bytes;
-  touch_strided(operation, view->data, view->ndim, view->shape, strides_bytes, item_bytes, writes);
-}
-
-/* --- the table --- */
-
-static void device_close(fdp_device *device) { free(device); }
-
-static fdp_status memory_take(fdp_device *device, size_t size_bytes, void **address) {
-  (void)device;
-  size_t mask = FDP_ALIGNMENT_BYTES - 1;
-  *address = aligned_alloc(FDP_ALIGNMENT_BYTES, (size_bytes + mask + 1) & ~mask);
-  return FDP_OK;
-}
-
-static void memory_drop(fdp_device *device, void *address) {
-  (void)device;
-  free(address);
-}
-
-static fdp_status peer_reach(fdp_device *device, fdp_device *peer) {
-  (void)device;
-  (void)peer;
-  return FDP_OK;
-}
-
-static fdp_status stream_open(fdp_device *device, fdp_stream **stream) {
-  *stream = sim_stream(((sim_backend *)device)->world);
-  return FDP_OK;
-}
-
-/* The next to be opened is the one that was closed: what ran on it comes first, as if the closing
- * thread had waited for it. */
-static void stream_close(fdp_device *device, fdp_stream *stream) {
-  sim *world = ((sim_backend *)device)->world;
-  world->closed_streams[world->closed_count++] = stream;
-}
-
-static fdp_status event_open(fdp_device *device, fdp_event **event) {
-  (void)device;
-  *event = malloc(sizeof **event);
-  (*event)->record = -1;
-  return FDP_OK;
-}
-
-static void event_close(fdp_device *device, fdp_event *event) {
-  (void)device;
-  free(event);
-}
-
-static fdp_status event_record(fdp_device *device, fdp_event *event, fdp_stream *stream) {
-  (void)device;
-  sim_push(stream, SIM_RECORD);
-  event->record = stream->world->operation_count - 1;
-  return FDP_OK;
-}
-
-static fdp_status stream_wait(fdp_device *device, fdp_stream *stream, fdp_event *event) {
-  (void)device;
-  if (event->record < 0) return FDP_OK;
-  bool is_own = stream->world->operations[event->record].stream == stream->index;
-  if (is_own) return FDP_OK; /* it orders nothing */
-  if (++stream->world->wait_count == stream->world->left_out) return FDP_OK;
-  sim_push(stream, SIM_WAIT)->record = event->record;
-  return FDP_OK;
-}
-
-/* All that the host enqueues from now on comes after what it saw to be over. */
-static fdp_status event_query(fdp_device *device, fdp_event *event, bool *passed) {
-  sim *world = ((sim_backend *)device)->world;
-  *passed = event->record < 0 || world->operations[event->record].has_run;
-  if (*passed && event->record >= 0) {
-    sim_clock_merge(world->host_clock, world->operations[event->record].clock);
-  }
-  return FDP_OK;
-}
-
-static fdp_status event_synchronize(fdp_device *device, fdp_event *event, int64_t timeout_ms,
-                                    const volatile int *abort_flag) {
-  bool passed = false;
-  (void)timeout_ms;
-  (void)abort_flag;
-  sim_run(((sim_backend *)device)->world);
-  return event_query(device, event, &passed);
 }
 
 static void run_copy_strided(const sim_operation *operation) {
   fdp_ref_copy_strided(operation->items, operation->count, NULL);
 }
 
-static fdp_status copy_strided(fdp_device *device, fdp_stream *stream,
-                               const fdp_strided_copy *copies, int32_t copy_count) {
-  (void)device;
-  sim_operation *operation = sim_push(stream, SIM_WORK);
+static fdp_status push_copies(fdp_device *device, fdp_stream *given, const char *what,
+                              const fdp_strided_copy *copies, int32_t copy_count,
+                              const void *site) {
+  fdp_status status = arrive(device, what);
+  if (status != FDP_OK) return status;
+  fdp_stream *stream = stream_of(device, given, what);
+  sim_operation *operation = begin(device, stream, what, site);
   keep_items(operation, copies, (size_t)copy_count * sizeof *copies);
   operation->count = copy_count;
   operation->run = run_copy_strided;
   for (int32_t i = 0; i < copy_count; ++i) {
     const fdp_strided_copy *copy = &copies[i];
-    touch_strided(operation, copy->target, copy->ndim, copy->shape, copy->target_strides_bytes,
-                  copy->item_bytes, true);
-    touch_strided(operation, copy->source, copy->ndim, copy->shape, copy->source_strides_bytes,
-                  copy->item_bytes, false);
+    sim_touch_strided(operation, stream, copy->target, copy->ndim, copy->shape,
+                      copy->target_strides_bytes, copy->item_bytes, true);
+    sim_touch_strided(operation, stream, copy->source, copy->ndim, copy->shape,
+                      copy->source_strides_bytes, copy->item_bytes, false);
   }
+  finish(device, given, stream);
   return FDP_OK;
+}
+
+static fdp_status copy_strided(fdp_device *device, fdp_stream *stream,
+                               const fdp_strided_copy *copies, int32_t copy_count) {
+  return push_copies(device, stream, "copy_strided", copies, copy_count, HERE);
 }
 
 static fdp_status copy(fdp_device *device, fdp_stream *stream, void *target, const void *source,
                        int64_t size_bytes) {
   fdp_strided_copy whole = {.target = target, .source = source, .item_bytes = size_bytes};
-  return copy_strided(device, stream, &whole, 1);
+  return push_copies(device, stream, "copy", &whole, 1, HERE);
 }
 
 static void run_pack(const sim_operation *operation) {
@@ -164,9 +113,14 @@ static void run_unpack(const sim_operation *operation) {
   fdp_ref_unpack(operation->source, operation->items, operation->count, NULL);
 }
 
-static fdp_status push_segments(fdp_stream *stream, void *target, const void *source,
-                                const fdp_segment *segments, int32_t segment_count) {
-  sim_operation *operation = sim_push(stream, SIM_WORK);
+static fdp_status push_segments(fdp_device *device, fdp_stream *given, void *target,
+                                const void *source, const fdp_segment *segments,
+                                int32_t segment_count, const void *site) {
+  const char *what = target ? "pack" : "unpack";
+  fdp_status status = arrive(device, what);
+  if (status != FDP_OK) return status;
+  fdp_stream *stream = stream_of(device, given, what);
+  sim_operation *operation = begin(device, stream, what, site);
   keep_items(operation, segments, (size_t)segment_count * sizeof *segments);
   operation->count = segment_count;
   operation->target = target;
@@ -174,33 +128,38 @@ static fdp_status push_segments(fdp_stream *stream, void *target, const void *so
   operation->run = target ? run_pack : run_unpack;
   const char *flat = target ? target : source;
   for (int32_t i = 0; i < segment_count; ++i) {
-    touch(operation, segments[i].tensor, segments[i].size_bytes, !target);
-    touch(operation, flat + segments[i].offset_bytes, segments[i].size_bytes, target != NULL);
+    const fdp_segment *segment = &segments[i];
+    sim_touch_operation(operation, stream, segment->tensor, segment->size_bytes, !target);
+    if (!target && !segment->tensor) continue; /* unpack skips it */
+    sim_touch_operation(operation, stream, flat + segment->offset_bytes, segment->size_bytes,
+                        target != NULL);
   }
+  finish(device, given, stream);
   return FDP_OK;
 }
 
 static fdp_status pack(fdp_device *device, fdp_stream *stream, void *flat,
                        const fdp_segment *segments, int32_t segment_count) {
-  (void)device;
-  return push_segments(stream, flat, NULL, segments, segment_count);
+  return push_segments(device, stream, flat, NULL, segments, segment_count, HERE);
 }
 
 static fdp_status unpack(fdp_device *device, fdp_stream *stream, const void *flat,
                          const fdp_segment *segments, int32_t segment_count) {
-  (void)device;
-  return push_segments(stream, NULL, flat, segments, segment_count);
+  return push_segments(device, stream, NULL, flat, segments, segment_count, HERE);
 }
 
 static void run_sum(const sim_operation *operation) {
   fdp_ref_sum(operation->items, operation->count, NULL);
 }
 
-static fdp_status sum(fdp_device *device, fdp_stream *stream, const fdp_sum *sums,
+static fdp_status sum(fdp_device *device, fdp_stream *given, const fdp_sum *sums,
                       int32_t sum_count) {
-  (void)device;
+  const void *site = HERE;
+  fdp_status status = arrive(device, "sum");
+  if (status != FDP_OK) return status;
+  fdp_stream *stream = stream_of(device, given, "sum");
   for (int32_t i = 0; i < sum_count; ++i) { /* one operation each: simple to keep */
-    sim_operation *operation = sim_push(stream, SIM_WORK);
+    sim_operation *operation = begin(device, stream, "sum", site);
     size_t sources_bytes = (size_t)sums[i].source_count * sizeof(void *);
     int64_t size_bytes = sums[i].count_elems * (int64_t)fdp_dtype_bytes(sums[i].dtype);
     fdp_sum *kept = malloc(sizeof *kept + sources_bytes);
@@ -209,33 +168,171 @@ static fdp_status sum(fdp_device *device, fdp_stream *stream, const fdp_sum *sum
     operation->items = kept;
     operation->count = 1;
     operation->run = run_sum;
-    touch(operation, sums[i].target, size_bytes, true);
     for (int32_t k = 0; k < sums[i].source_count; ++k) {
-      touch(operation, sums[i].sources[k], size_bytes, false);
+      sim_touch_operation(operation, stream, sums[i].sources[k], size_bytes, false);
     }
+    sim_touch_operation(operation, stream, sums[i].target, size_bytes, true);
+    finish(device, given, stream);
   }
   return FDP_OK;
 }
 
-const fdp_device_ops sim_ops = {
-    .name = "sim",
-    .close = device_close,
-    .memory_take = memory_take,
-    .memory_drop = memory_drop,
-    .pinned_take = memory_take,
-    .pinned_drop = memory_drop,
-    .peer_reach = peer_reach,
-    .stream_open = stream_open,
-    .stream_close = stream_close,
-    .event_open = event_open,
-    .event_close = event_close,
-    .event_record = event_record,
-    .stream_wait = stream_wait,
-    .event_query = event_query,
-    .event_synchronize = event_synchronize,
-    .copy = copy,
-    .copy_strided = copy_strided,
-    .pack = pack,
-    .unpack = unpack,
-    .sum = sum,
-};
+/* --- memory --- */
+
+static fdp_status take(fdp_device *device, int32_t arena, size_t size_bytes, void **address,
+                       const char *call) {
+  sim *world = backend_of(device)->world;
+  fdp_status status = arrive(device, call);
+  if (status != FDP_OK) return fdp_fail(FDP_OUT_OF_MEMORY, "sim: no memory");
+  *address = sim_memory_take(world, arena, (int64_t)size_bytes);
+  return *address ? FDP_OK : fdp_fail(FDP_OUT_OF_MEMORY, "sim: the device is full");
+}
+
+static fdp_status memory_take(fdp_device *device, size_t size_bytes, void **address) {
+  return take(device, backend_of(device)->index, size_bytes, address, "memory_take");
+}
+
+static fdp_status pinned_take(fdp_device *device, size_t size_bytes, void **address) {
+  return take(device, SIM_MAX_DEVICES, size_bytes, address, "pinned_take");
+}
+
+static void memory_drop(fdp_device *device, void *address) {
+  sim *world = backend_of(device)->world;
+  sim_memory_drop(world, backend_of(device)->index, address,
+                  sim_place_of(world, "memory_drop", HERE));
+}
+
+static void pinned_drop(fdp_device *device, void *address) {
+  sim *world = backend_of(device)->world;
+  sim_memory_drop(world, SIM_MAX_DEVICES, address, sim_place_of(world, "pinned_drop", HERE));
+}
+
+static fdp_status peer_reach(fdp_device *device, fdp_device *peer) {
+  sim_backend *from = backend_of(device), *to = backend_of(peer);
+  if (from->world->forbids[from->index][to->index]) {
+    return fdp_fail(FDP_UNSUPPORTED, "sim: device %d does not reach device %d", from->index,
+                    to->index);
+  }
+  from->world->reaches[from->index][to->index] = true;
+  return FDP_OK;
+}
+
+/* --- streams and events --- */
+
+static void device_close(fdp_device *device) {
+  sim_backend *backend = backend_of(device);
+  sim *world = backend->world;
+  int32_t memories = sim_memory_live_count(world, backend->index);
+  if (backend->open_streams + backend->open_events + memories > 0) {
+    sim_report(world, "device %d was closed with %d streams, %d events and %d blocks of memory",
+               backend->index, backend->open_streams, backend->open_events, memories);
+  }
+  world->devices[backend->index] = NULL;
+  for (int32_t s = 0; s < world->stream_count; ++s) {
+    if (world->streams[s].device == backend) world->streams[s].device = NULL;
+  }
+  free(device);
+}
+
+static fdp_status stream_open(fdp_device *device, fdp_stream **stream) {
+  fdp_status status = arrive(device, "stream_open");
+  if (status != FDP_OK) return status;
+  *stream = sim_stream(backend_of(device)->world);
+  (*stream)->device = backend_of(device);
+  backend_of(device)->open_streams += 1;
+  return FDP_OK;
+}
+
+/* The calling thread waits for what is enqueued. The next stream to be opened is this one. */
+static void stream_close(fdp_device *device, fdp_stream *stream) {
+  sim *world = backend_of(device)->world;
+  if (stream->first >= 0) sim_run_until(world, stream->last);
+  sim_clock_merge(&world->threads[world->thread], &stream->clock);
+  if (stream->device) backend_of(device)->open_streams -= 1;
+  stream->is_closed = true;
+}
+
+static fdp_status event_open(fdp_device *device, fdp_event **event) {
+  fdp_status status = arrive(device, "event_open");
+  if (status != FDP_OK) return status;
+  *event = calloc(1, sizeof **event);
+  (*event)->device = backend_of(device);
+  (*event)->record = -1;
+  backend_of(device)->open_events += 1;
+  return FDP_OK;
+}
+
+static void event_close(fdp_device *device, fdp_event *event) {
+  if (!event) return;
+  if (event->device != backend_of(device)) {
+    sim_report(backend_of(device)->world, "an event was closed by another device than its own");
+  }
+  event->device->open_events -= 1;
+  free(event);
+}
+
+static fdp_status event_record(fdp_device *device, fdp_event *event, fdp_stream *given) {
+  fdp_status status = arrive(device, "event_record");
+  if (status != FDP_OK) return status;
+  fdp_stream *stream = stream_of(device, given, "event_record");
+  sim *world = stream->world;
+  if (event->device != backend_of(device)) {
+    sim_report(world, "an event was recorded by another device than its own");
+  }
+  sim_operation *operation = sim_push(stream, SIM_RECORD, sim_place_of(world, "record", HERE));
+  event->record = world->base + world->operation_count - 1;
+  event->clock = operation->clock;
+  finish(device, given, stream);
+  return FDP_OK;
+}
+
+static fdp_status stream_wait(fdp_device *device, fdp_stream *given, fdp_event *event) {
+  fdp_status status = arrive(device, "stream_wait");
+  if (status != FDP_OK) return status;
+  fdp_stream *stream = stream_of(device, given, "stream_wait");
+  sim *world = stream->world;
+  if (event->record < world->base) return FDP_OK; /* never recorded, or over for everybody */
+  if (sim_operation_at(world, event->record)->stream == stream->index) return FDP_OK;
+  if (++world->wait_count == world->left_out) return FDP_OK;
+  sim_clock_merge(&stream->clock, &event->clock);
+  sim_push(stream, SIM_WAIT, sim_place_of(world, "wait", HERE))->record = event->record;
+  finish(device, given, stream);
+  return FDP_OK;
+}
+
+/* All that the host does from now on comes after what it saw to be over. */
+static void see(sim *world, const fdp_event *event) {
+  if (event->record >= 0) sim_clock_merge(&world->threads[world->thread], &event->clock);
+}
+
+static fdp_status event_query(fdp_device *device, fdp_event *event, bool *passed) {
+  sim *world = backend_of(device)->world;
+  *passed = event->record < 0 || sim_has_run(world, event->record);
+  sim_trace(world, 'q', event->record, *passed, 0);
+  if (*passed) see(world, event);
+  return FDP_OK;
+}
+
+static fdp_status event_synchronize(fdp_device *device, fdp_event *event, int64_t timeout_ms,
+                                    const volatile int *abort_flag) {
+  sim *world = backend_of(device)->world;
+  (void)timeout_ms;
+  (void)abort_flag;
+  fdp_status status = arrive(device, "event_synchronize");
+  if (status != FDP_OK) return status;
+  if (event->record >= 0) sim_run_until(world, event->record);
+  see(world, event);
+  return FDP_OK;
+}
+
+#define SIM_OPS                                                                                 \
+  .close = device_close, .memory_take = memory_take, .memory_drop = memory_drop,                \
+  .pinned_take = pinned_take, .pinned_drop = pinned_drop, .peer_reach = peer_reach,             \
+  .stream_open = stream_open, .stream_close = stream_close, .event_open = event_open,           \
+  .event_close = event_close, .event_record = event_record, .stream_wait = stream_wait,         \
+  .event_query = event_query, .event_synchronize = event_synchronize, .copy = copy,             \
+  .copy_strided = copy_strided, .pack = pack, .unpack = unpack, .sum = sum
+
+const fdp_device_ops sim_gpu_ops = {.name = "sim", SIM_OPS};
+/* Another backend: no stream of one waits for an event of the other. */
+const fdp_device_ops sim_host_ops = {.name = "sim host", SIM_OPS};

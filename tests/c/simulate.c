@@ -1,0 +1,351 @@
+/* Simulated training: worlds of one to eight devices, in which one or two host threads train random
+ * models over the real verbs, pools and transports, while the scheduler runs what they enqueue in
+ * every order that is legal, and calls fail in between. A step of a thread is one schedule. The
+ * exit status is 0 if nothing was wrong; else what was is printed, with the line that repeats it.
+ *
+ *   simulate [--seed N] [--worlds N] [--schedules N] [--seconds N] [--twice N] [--sweep]
+ *            [--trace FILE] [--brief]
+ *
+ * --seed: of the first world; --worlds, --schedules, --seconds: when to stop, whichever is first;
+ * --twice: every N-th world runs a second time and must leave the same trace; --sweep: worlds of
+ * one round, once for each call of a device, which fails; --trace: what was enqueued and run, as
+ * text; --brief: no stacks. */
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "fake_gpu.h"
+#include "sim_threads.h"
+#include "simulate.h"
+
+enum { ROUNDS = 6, NO_LIMIT = 0 };
+
+typedef struct options {
+  uint64_t seed;
+  int64_t worlds;
+  int64_t schedules;
+  int64_t seconds;
+  int64_t twice;
+  bool sweeps;
+  bool is_brief;
+  const char *trace;
+} options;
+
+typedef struct totals {
+  int64_t worlds;
+  int64_t schedules;
+  int64_t several;
+  int64_t failures;
+  int64_t policies[SIM_POLICY_COUNT];
+  int64_t sweeps;
+} totals;
+
+/* What one world came to. */
+typedef struct outcome {
+  uint64_t trace_hash;
+  int64_t call_count;
+  char report[2000]; /* empty: nothing was wrong */
+} outcome;
+
+static sim *current; /* for what the fake library and the checks have to say */
+static volatile uint64_t current_seed;
+static const char *program;
+
+/* --- what the shared test files ask for --- */
+
+void check_spare_allocations(bool is_on) { sim_spare(current, is_on); }
+
+void check_true(bool is_true, const char *file, int line, const char *text) {
+  if (!is_true) sim_report(current, "%s:%d: not true: %s", file, line, text);
+}
+
+void check_equal(int64_t actual, int64_t expected, const char *file, int line, const char *text) {
+  if (actual == expected) return;
+  sim_report(current, "%s:%d: %s is %lld, expected %lld", file, line, text, (long long)actual,
+             (long long)expected);
+}
+
+void check_text(const char *actual, const char *expected, const char *file, int line) {
+  if (strcmp(actual, expected) != 0) sim_report(current, "%s:%d: \"%s\"", file, line, actual);
+}
+
+void check_status(fdp_status status, fdp_status expected, const char *message, const char *file,
+                  int line) {
+  (void)message;
+  if (status == expected) return;
+  sim_report(current, "%s:%d: %s: %s", file, line, fdp_status_name(status), fdp_last_message());
+}
+
+/* --- a world --- */
+
+/* What carries between the devices, by the environment that the context reads. */
+static int32_t choose_transport(sim *world, bool *has_nccl, bool *forbids) {
+  static const char *const names[] = {"peer", "host", "nccl", "auto"};
+  uint64_t number = sim_choose(world, 4);
+  bool finds_nccl = number == 2 || sim_choose(world, 2) == 0;
+  *forbids = number == 3 && sim_choose(world, 2) == 0;
+  *has_nccl = number == 2 || (*forbids && finds_nccl);
+  setenv("FASTDP_TRANSPORT", names[number], 1);
+  setenv("FASTDP_NCCL", finds_nccl ? FAKE_NCCL_PATH : "/nowhere/libnccl.so", 1);
+  int32_t count = 2 + (int32_t)sim_choose(world, MAX_DEVICES - 1);
+  if (sim_choose(world, 12) == 0 && number != 2) count = 1;
+  return *has_nccl && count > 4 ? 4 : count; /* each set of communicators has streams */
+}
+
+static void warm_up(run *own) {
+  fdp_device_id ids[MAX_DEVICES];
+  const char *name = NULL;
+  char reason[200];
+  for (int32_t d = 0; d < own->device_count; ++d) ids[d] = own->devices[d]->id;
+  CHECK_OK(fdp_context_transport(own->context, NULL, ids[0], ids, own->device_count, &name, reason,
+                                 sizeof reason));
+}
+
+static void run_open(run *own, uint64_t seed, bool explains, FILE *trace) {
+  bool forbids = false;
+  *own = (run){.seed = seed, .world = sim_open(seed)};
+  sim *world = current = own->world;
+  if (explains) sim_explain(world);
+  sim_trace_to(world, trace);
+  own->device_count = choose_transport(world, &own->has_nccl, &forbids);
+  CHECK_OK(fdp_context_open(&own->context));
+  for (int32_t d = 0; d < own->device_count; ++d) {
+    own->devices[d] = sim_device(world, FDP_DEVICE_CUDA, d);
+    fake_gpu_wrap(own->devices[d]);
+    CHECK_OK(fdp_context_adopt(own->context, own->devices[d]));
+  }
+  own->devices[MAX_DEVICES] = sim_device(world, FDP_DEVICE_HOST, 0);
+  CHECK_OK(fdp_context_adopt(own->context, own->devices[MAX_DEVICES]));
+  if (forbids && own->device_count > 1) sim_forbid_peer(own->devices[0], own->devices[1]);
+  if (!own->has_nccl || sim_choose(world, 2) == 0) warm_up(own);
+  for (int32_t d = 0; d < own->device_count && sim_choose(world, 2) == 0; ++d) {
+    CHECK_OK(fdp_pool_debug_fill(fdp_context_pool(own->context, own->devices[d])));
+  }
+  own->caller_count = 1 + (int32_t)sim_choose(world, MAX_CALLERS);
+  for (int32_t i = 0; i < own->caller_count; ++i) {
+    own->callers[i].run = own;
+    own->callers[i].number = i;
+  }
+}
+
+static void run_close(run *own) {
+  sim_retire(own->world);
+  for (int32_t i = 0; i < own->caller_count; ++i) {
+    for (int32_t d = 0; d < own->device_count; ++d) {
+      for (int32_t k = 0; k < STREAMS_EACH * 2; ++k) {
+        fdp_stream *stream = own->callers[i].streams[d][k / 2][k % 2];
+        if (stream) own->devices[d]->ops->stream_close(own->devices[d], stream);
+      }
+    }
+  }
+  run_drop_blocks(own);
+  fdp_context_close(own->context);
+  fake_gpu_finish();
+}
+
+/* In a third of all rounds something fails. */
+static void arm(run *own) {
+  static const char *const calls[] = {"ncclGroupStart", "ncclGroupEnd", "ncclBroadcast",
+                                      "ncclReduce",     "ncclSend",     "ncclRecv",
+                                      "ncclCommGetAsyncError"};
+  sim *world = own->world;
+  if (sim_choose(world, 3) != 0) return;
+  own->armed_count += 1;
+  if (own->has_nccl && sim_choose(world, 2) == 0) {
+    fake_nccl_get()->fail(calls[sim_choose(world, 7)], 1 + (int)sim_choose(world, 4), 3);
+  } else {
+    sim_fail_call(world, 1 + (int64_t)sim_choose(world, 300));
+  }
+}
+
+static void play_round(run *own, bool arms, totals *sums) {
+  sim *world = own->world;
+  void *arguments[MAX_CALLERS];
+  sim_policy policy = (sim_policy)sim_choose(world, SIM_POLICY_COUNT);
+  sim_set_policy(world, policy, sim_choose(world, UINT64_C(1) << 40));
+  for (int32_t i = 0; i < own->caller_count; ++i) {
+    model_open(&own->callers[i]);
+    arguments[i] = &own->callers[i];
+  }
+  int64_t before = own->done_steps + own->failed_steps;
+  if (arms) arm(own);
+  sim_threads_run(world, caller_train, arguments, own->caller_count);
+  if (arms) sim_fail_call(world, 0);
+  fake_nccl_get()->fail("none", 0, 0);
+  sim_retire(world);
+  for (int32_t i = 0; i < own->caller_count; ++i) {
+    model_check(&own->callers[i]);
+    model_close(&own->callers[i]);
+  }
+  run_forget(own);
+  sums->policies[policy] += own->done_steps + own->failed_steps - before;
+}
+
+/* `failing_call`: 0 for failures by chance; else of one round that call, and -1 for none. */
+static outcome play(uint64_t seed, bool explains, FILE *trace, int64_t failing_call,
+                    totals *sums) {
+  static run own;
+  outcome result = {.report = ""};
+  current_seed = seed;
+  run_open(&own, seed, explains, trace);
+  int32_t rounds = failing_call == 0 ? ROUNDS : failing_call < 0 ? 1 : 2;
+  if (failing_call > 0) {
+    own.armed_count = 1;
+    sim_fail_call(own.world, failing_call - sim_call_count(own.world));
+  }
+  for (int32_t i = 0; i < rounds && !own.is_refused; ++i) {
+    play_round(&own, failing_call == 0, sums);
+    result.call_count = i == 0 ? sim_call_count(own.world) : result.call_count;
+  }
+  run_close(&own);
+  result.trace_hash = sim_trace_hash(own.world);
+  if (sim_race_count(own.world) > 0) {
+    snprintf(result.report, sizeof result.report, "%s", sim_first_report(own.world));
+  }
+  sums->schedules += own.done_steps + own.failed_steps;
+  sums->several += own.several_steps;
+  sums->failures += own.failure_count;
+  sim_close(own.world);
+  current = NULL;
+  return result;
+}
+
+/* --- what is printed --- */
+
+/* Addresses of code become places. */
+static void print_report(const char *report) {
+  char command[600], path[400] = "";
+  ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
+  for (const char *at = report; *at; ++at) {
+    char *end = NULL;
+    unsigned long long address = strncmp(at, "@0x", 3) == 0 ? strtoull(at + 1, &end, 16) : 0;
+    if (!address || length < 0) {
+      fputc(*at, stderr);
+      continue;
+    }
+    fflush(stderr);
+    snprintf(command, sizeof command, "addr2line -s -f -p -e '%s' %llx >&2", path, address - 1);
+    fputs("at ", stderr);
+    if (system(command) != 0) fprintf(stderr, "0x%llx", address);
+    at = end - 1;
+  }
+  fputc('\n', stderr);
+}
+
+static void print_replay(uint64_t seed, bool sweeps) {
+  fprintf(stderr, "replay: %s --seed %llu --worlds 1%s\n", program, (unsigned long long)seed,
+          sweeps ? " --sweep" : "");
+}
+
+/* An assertion of the core, a deadlock, or worse. */
+static void on_signal(int number) {
+  fprintf(stderr, "seed %llu: signal %d\n", (unsigned long long)current_seed, number);
+  print_replay(current_seed, false);
+  _exit(3);
+}
+
+static bool is_wrong(const options *chosen, uint64_t seed, const outcome *result,
+                     int64_t failing_call) {
+  if (!*result->report) return false;
+  totals ignored = {0};
+  fprintf(stderr, "seed %llu", (unsigned long long)seed);
+  if (failing_call > 0) fprintf(stderr, ", call %lld fails", (long long)failing_call);
+  fputs(": ", stderr);
+  print_report(result->report);
+  print_replay(seed, chosen->sweeps);
+  if (chosen->is_brief) return true;
+  outcome again = play(seed, true, NULL, failing_call, &ignored);
+  print_report(again.report);
+  return true;
+}
+
+/* --- runs --- */
+
+static bool sweep(const options *chosen, uint64_t seed, totals *sums) {
+  outcome clean = play(seed, false, NULL, -1, sums);
+  if (is_wrong(chosen, seed, &clean, -1)) return false;
+  for (int64_t call = 1; call <= clean.call_count; ++call) {
+    outcome result = play(seed, false, NULL, call, sums);
+    if (is_wrong(chosen, seed, &result, call)) return false;
+    sums->sweeps += 1;
+  }
+  return true;
+}
+
+static bool play_world(const options *chosen, uint64_t seed, FILE *trace, totals *sums) {
+  sums->worlds += 1;
+  if (chosen->sweeps) return sweep(chosen, seed, sums);
+  outcome result = play(seed, false, trace, 0, sums);
+  if (is_wrong(chosen, seed, &result, 0)) return false;
+  if (chosen->twice == 0 || sums->worlds % chosen->twice != 0) return true;
+  outcome again = play(seed, false, NULL, 0, sums);
+  if (again.trace_hash == result.trace_hash) return true;
+  fprintf(stderr, "seed %llu: two runs left different traces\n", (unsigned long long)seed);
+  print_replay(seed, false);
+  return false;
+}
+
+static double seconds_now(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+static int read_options(int argument_count, char **arguments, options *chosen) {
+  for (int i = 1; i < argument_count; ++i) {
+    const char *name = arguments[i];
+    if (strcmp(name, "--sweep") == 0) { chosen->sweeps = true; continue; }
+    if (strcmp(name, "--brief") == 0) { chosen->is_brief = true; continue; }
+    const char *value = i + 1 < argument_count ? arguments[++i] : "";
+    long long number = atoll(value);
+    if (strcmp(name, "--seed") == 0) chosen->seed = strtoull(value, NULL, 10);
+    else if (strcmp(name, "--worlds") == 0) chosen->worlds = number;
+    else if (strcmp(name, "--schedules") == 0) chosen->schedules = number;
+    else if (strcmp(name, "--seconds") == 0) chosen->seconds = number;
+    else if (strcmp(name, "--twice") == 0) chosen->twice = number;
+    else if (strcmp(name, "--trace") == 0) chosen->trace = value;
+    else {
+      fprintf(stderr, "unknown option %s\n", name);
+      return 2;
+    }
+  }
+  return 0;
+}
+
+static bool goes_on(const options *chosen, const totals *sums, double seconds) {
+  if (chosen->worlds != NO_LIMIT && sums->worlds >= chosen->worlds) return false;
+  if (chosen->schedules != NO_LIMIT && sums->schedules >= chosen->schedules) return false;
+  return chosen->seconds == NO_LIMIT || seconds < (double)chosen->seconds;
+}
+
+int main(int argument_count, char **arguments) {
+  options chosen = {.seed = 1};
+  totals sums = {0};
+  program = arguments[0];
+  if (read_options(argument_count, arguments, &chosen) != 0) return 2;
+  if (chosen.worlds + chosen.schedules + chosen.seconds == 0) chosen.worlds = 1;
+  FILE *trace = chosen.trace ? fopen(chosen.trace, "w") : NULL;
+  signal(SIGABRT, on_signal);
+  signal(SIGSEGV, on_signal);
+  double start = seconds_now();
+  bool is_right = true;
+  while (is_right && goes_on(&chosen, &sums, seconds_now() - start)) {
+    is_right = play_world(&chosen, chosen.seed + (uint64_t)sums.worlds, trace, &sums);
+  }
+  double seconds = seconds_now() - start;
+  printf("%lld schedules (%lld of them on several devices, %lld calls failed) of seeds %llu to "
+         "%llu in %.1f s, %.0f a second: %s\n",
+         (long long)sums.schedules, (long long)sums.several, (long long)sums.failures,
+         (unsigned long long)chosen.seed,
+         (unsigned long long)chosen.seed + (unsigned long long)sums.worlds - 1, seconds, (double)sums.schedules / seconds, is_right ? "nothing was wrong" : "WRONG");
+  if (chosen.sweeps) printf("%lld calls were made to fail, one a run\n", (long long)sums.sweeps);
+  for (int32_t i = 0; i < SIM_POLICY_COUNT && !chosen.is_brief; ++i) {
+    printf("  %s: %lld\n", sim_policy_name((sim_policy)i), (long long)sums.policies[i]);
+  }
+  if (trace) fclose(trace);
+  return is_right ? 0 : 1;
+}

@@ -1,0 +1,116 @@
+/* What the simulation of training steps is made of: a run (one simulated world and the context in
+ * it), its callers (host threads that train a model each) and their models. All choices come from
+ * the world's seed. */
+#ifndef FDP_TEST_SIMULATE_H
+#define FDP_TEST_SIMULATE_H
+
+#include "../../csrc/bucket.h"
+#include "rig.h"
+#include "sim.h"
+
+enum {
+  MAX_DEVICES = 8,
+  MAX_REPLICAS = 8,
+  MAX_BUCKETS = 4,
+  MAX_SLOTS = 4,
+  MAX_CALLERS = 2,
+  MAX_ELEMS = 40, /* of a parameter */
+  MAX_ROWS = 3 * MAX_REPLICAS,
+  STREAMS_EACH = 2 /* of a kind, on one device */
+};
+
+typedef struct run run;
+
+/* Memory as torch's allocator has it: what is freed is the next to be taken for its stream. */
+typedef struct user_block {
+  struct user_block *next;
+  int32_t device;
+  fdp_stream *stream;
+  int64_t size_bytes;
+  void *data;
+  bool is_free;
+} user_block;
+
+typedef struct user_array {
+  user_block *block; /* NULL: the array is unused */
+  fdp_view view;
+} user_array;
+
+typedef struct model_bucket {
+  fdp_dtype dtype;
+  int32_t slot_count;
+  fdp_bucket *plan;
+  user_array parameters[MAX_SLOTS];
+  int64_t expected[MAX_SLOTS][MAX_ELEMS];
+} model_bucket;
+
+typedef struct caller {
+  run *run;
+  int32_t number;
+  fdp_stream *streams[MAX_DEVICES][STREAMS_EACH][2]; /* compute and communication; NULL: not yet */
+  /* Of a round: */
+  int32_t step_count;
+  int32_t replica_count;
+  int32_t devices[MAX_REPLICAS]; /* of replicas; home is device 0 */
+  fdp_stream *compute[MAX_REPLICAS + 1]; /* the last is home's */
+  fdp_stream *beside[MAX_REPLICAS + 1];
+  bool input_is_host;
+  bool output_is_host;
+  model_bucket buckets[MAX_BUCKETS];
+  int32_t bucket_count;
+} caller;
+
+/* Memory that lasts until all that is enqueued has run. */
+typedef struct kept {
+  struct kept *next;
+  _Alignas(64) char bytes[];
+} kept;
+
+struct run {
+  uint64_t seed;
+  sim *world;
+  fdp_context *context;
+  fdp_device *devices[MAX_DEVICES + 1]; /* the last is the host */
+  int32_t device_count;
+  bool has_nccl;
+  bool is_refused; /* nothing more can be done in this world */
+  int64_t armed_count; /* failures that were asked for */
+  int64_t failure_count;
+  user_block *blocks;
+  kept *kept;
+  caller callers[MAX_CALLERS];
+  int32_t caller_count;
+  int64_t done_steps;
+  int64_t failed_steps;
+  int64_t several_steps; /* of the done ones, those on two devices or more */
+};
+
+/* simulate_memory.c */
+void *run_keep(run *own, size_t size_bytes);
+void run_forget(run *own);
+user_array array_take(run *own, int32_t device, fdp_stream *stream, fdp_dtype dtype, int32_t ndim,
+                      const int64_t *shape, rig_layout layout);
+void array_free(user_array *array);
+/* Fills it with NaNs, on a stream. */
+void array_poison(run *own, const user_array *array, fdp_stream *stream);
+void run_drop_blocks(run *own);
+/* What is enqueued on `then` from now on comes after what is enqueued on `first`. */
+void run_order(run *own, int32_t device, fdp_stream *first, int32_t then_device, fdp_stream *then);
+fdp_event *run_event(run *own, int32_t device, fdp_stream *stream);
+void run_wait(run *own, int32_t device, fdp_stream *stream, fdp_event *event);
+void run_event_close(run *own, int32_t device, fdp_event *event);
+
+/* simulate_model.c: a round's model, its values, and what they should be. */
+void model_open(caller *own);
+/* Compares all parameters with what they should be. */
+void model_check(caller *own);
+void model_close(caller *own);
+int64_t model_checksum(const model_bucket *bucket);
+/* What replica `replica` adds to the gradient of element `index`. */
+int64_t model_gradient(int64_t parameter, int64_t from_above, int32_t replica, int64_t index);
+int64_t model_update(int64_t parameter, int64_t gradient);
+
+/* simulate_step.c */
+void caller_train(void *argument);
+
+#endif

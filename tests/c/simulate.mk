@@ -1,0 +1,42 @@
+# The simulation of training steps (simulate.c), in a folder of its own:
+#   make -f simulate.mk            builds it
+#   make -f simulate.mk short      what `make core-test` runs
+#   make -f simulate.mk long       many schedules: SCHEDULES=1000000 SEED=1
+CC ?= gcc
+ROOT := ../..
+BUILD := build/sim
+SCHEDULES ?= 1000000
+SEED ?= 1
+# As in the Makefile, and pools that give back early; buckets are small.
+LIMITS := -DFDP_PEER_SHARDED_BYTES=384 -DFDP_PEER_CHUNK_BYTES=256 -DFDP_RELAY_CHUNK_BYTES=192 \
+          -DFDP_PEER_CHECK_BYTES=1024 -DFDP_POOL_IDLE_BYTES=8192 -DFDP_POOL_STALE_GIVES=16
+FLAGS := -std=c11 -D_GNU_SOURCE -g -O2 -pthread -fno-pie -fno-optimize-sibling-calls $(LIMITS) \
+         -Wall -Wextra -Wpedantic -Wshadow -Wconversion $(EXTRA)
+CORE := $(filter-out $(wildcard $(addprefix $(ROOT)/csrc/,py_*.c *cuda*.c)), \
+          $(wildcard $(ROOT)/csrc/*.c)) $(wildcard $(ROOT)/kernels/ref*.c)
+TESTS := $(wildcard sim*.c) rig.c fake_gpu.c
+OBJECTS := $(patsubst $(ROOT)/%.c,$(BUILD)/%.o,$(CORE)) $(TESTS:%.c=$(BUILD)/tests/%.o)
+LINK := -no-pie -pthread -Wl,--wrap=pthread_mutex_lock,--wrap=pthread_mutex_unlock -ldl
+
+$(BUILD)/simulate: $(OBJECTS) $(BUILD)/libfakenccl.so
+	$(CC) -g $(EXTRA) $(OBJECTS) $(LINK) -o $@
+$(BUILD)/%.o: $(ROOT)/%.c simulate.mk
+	@mkdir -p $(@D)
+	$(CC) $(FLAGS) -MMD -MP -c $< -o $@
+$(BUILD)/tests/%.o: %.c simulate.mk
+	@mkdir -p $(@D)
+	$(CC) $(FLAGS) '-DFAKE_NCCL_PATH="$(abspath $(BUILD))/libfakenccl.so"' -MMD -MP -c $< -o $@
+$(BUILD)/libfakenccl.so: fake_nccl.c fake_nccl_group.c fake_nccl.h fake_nccl_inside.h \
+                         $(ROOT)/csrc/nccl.h $(ROOT)/csrc/dtype.c
+	@mkdir -p $(@D)
+	$(CC) $(filter-out -fno-pie,$(FLAGS)) -fPIC -shared -fvisibility=hidden $(filter %.c,$^) -o $@
+
+short: $(BUILD)/simulate
+	$(BUILD)/simulate --schedules 4000 --twice 10
+	$(BUILD)/simulate --sweep --worlds 3 --brief
+long: $(BUILD)/simulate
+	$(BUILD)/simulate --schedules $(SCHEDULES) --seed $(SEED) --twice 100
+
+-include $(OBJECTS:.o=.d)
+.PHONY: short long
+.DEFAULT_GOAL := $(BUILD)/simulate
