@@ -314,6 +314,8 @@ class Recording:
 
     def _way(self, gradients: Sequence[Optional[torch.Tensor]]) -> Backward:
         way = self._backwards[0]
+        if len(self._backwards) == 1:
+            return way
         if not way.serves(gradients):
             way = self._backwards[-1]
         if self._latest is not None and way is not self._latest:
