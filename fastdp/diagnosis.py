@@ -126,9 +126,7 @@ def _chosen(value: str, count: Optional[int]) -> Tuple[List[str], Optional[str]]
     return entries, None
 
 
-def _after_start(
-    seen: Facts, driver: Facts, name: str, chosen: Sequence[str]
-) -> List[Finding]:
+def _after_start(seen: Facts, driver: Facts, name: str, chosen: Sequence[str]) -> List[Finding]:
     """CUDA reads the variable once, when it starts."""
     wanted = _uuids_of(chosen, driver, seen["order"])
     found = seen["uuids"] or []
@@ -149,9 +147,7 @@ def _after_start(
     return [Finding(True, "CUDA_VISIBLE_DEVICES", text, advice)]
 
 
-def _uuids_of(
-    chosen: Sequence[str], driver: Facts, order: Optional[str]
-) -> Optional[List[str]]:
+def _uuids_of(chosen: Sequence[str], driver: Facts, order: Optional[str]) -> Optional[List[str]]:
     """None where numbers cannot be told: CUDA's own order is not nvidia-smi's if GPUs differ."""
     gpus = driver.get("gpus")
     if gpus is None:

@@ -287,7 +287,8 @@ def _peers(found: Diagnosis) -> List[str]:
         lines.append(text)
     kinds = found["links"] or {}
     if found["peers"] and kinds:
-        lines.append("links by the driver's numbers: " + ", ".join(map(" ".join, kinds.items())))
+        told = [f"{pair} {kind}" for pair, kind in kinds.items()]
+        lines.append(f"links by the driver's numbers (NV: NVLink, else PCIe): {', '.join(told)}")
     return lines
 
 
@@ -311,10 +312,7 @@ def _limits(found: Diagnosis) -> List[str]:
     shared = "none" if limits["shm_bytes"] is None else size_text(limits["shm_bytes"])
     memlock = limits["memlock_bytes"]
     locked = "no limit" if memlock is None else size_text(memlock)
-    return [
-        f"/dev/shm {shared}; locked memory: {locked}; open files: "
-        f"{limits['open_files']}"
-    ]
+    return [f"/dev/shm {shared}; locked memory: {locked}; open files: {limits['open_files']}"]
 
 
 def _variables(found: Diagnosis) -> List[str]:

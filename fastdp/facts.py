@@ -183,7 +183,8 @@ def processes() -> Optional[List[Dict[str, Any]]]:
 
 
 def links() -> Optional[Dict[str, str]]:
-    """"0-1": "NV18", by the driver's numbers: NV is NVLink, all else a way through PCIe."""
+    """The driver's numbers of two GPUs, such as "0-1", to what joins them: "NV18" is NVLink, all
+    that does not begin with NV a way through PCIe."""
     text = _smi("topo", "-m")
     if text is None:
         return None

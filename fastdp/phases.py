@@ -1,5 +1,5 @@
-"""Names for the phases of a step, seen by torch.profiler (record_function), and as NVTX ranges where
-`torch.autograd.profiler.emit_nvtx` is on. Nothing is made while no profiler listens.
+"""Names for the phases of a step, seen by torch.profiler (record_function), and as NVTX ranges
+where `torch.autograd.profiler.emit_nvtx` is on. Nothing is made while no profiler listens.
 
 Names: "fastdp: scatter", "fastdp: replicate", "fastdp: parallel_apply", "fastdp: gather",
 "fastdp: broadcast of bucket 0", "fastdp: reduce of bucket 0", "fastdp: replay of forwards",
