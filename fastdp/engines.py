@@ -19,6 +19,7 @@ import torch
 from . import _torch_compat, captures, signatures
 from .asked import Asked
 from .engine_choice import NOTHING
+from .placement import tensors_of
 from .plans import Source
 from .recordings import Recording
 from .signatures import EngineError, NotRecordable
@@ -305,6 +306,7 @@ class Engine:
             watches.append(Watch(replicas))
             return watches[-1]
 
+        tensors = list(tensors_of(root))
         self._watching.begin = begin
         try:
             outputs = eager()
@@ -312,6 +314,10 @@ class Engine:
             self._watching.begin = None
         entry.asked.watch(outputs)
         entry.watched += 1
+        if list(map(id, tensors)) != list(map(id, tensors_of(root))):
+            # In a replica that would be lost; a module that is called directly keeps it.
+            self._give_up(entry, "it replaces parameters or buffers of its modules")
+            return outputs
         found = [watch for watch in watches if watch.reason]
         if found:
             entry.restarts += 1

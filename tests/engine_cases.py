@@ -15,6 +15,7 @@ import torch
 from conftest import no_cuda_reason
 from fastdp import captures, engines, trials
 from host_recorder import HostRecorder
+from torch import nn
 
 # Deterministic algorithms ask for it, before cuBLAS is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -139,7 +140,6 @@ def tensors(tree):
     return [t for item in tree for t in tensors(item)] if isinstance(tree, (list, tuple)) else []
 
 
-
 def identical(got, want, atol=0.0):
     """Equality, to the bit unless `atol` is given, of two trees of tensors and all else."""
     assert type(got) is type(want)
@@ -219,3 +219,35 @@ class Twins:
             self.recorded.report()
         )
         assert steps(self.eager) == {"eager": 0, "graph": 0}
+
+
+class Scaled(nn.Module):
+    """Reads what the user may change."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
+        self.register_buffer("shift", torch.zeros(3, dtype=torch.float64))
+        self.rate, self.deep, self.path = 1.0, False, {"gain": [1.0]}
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x)) if self.deep else self.first(x)
+        return self.second(x) * self.rate * self.path["gain"][0] + self.shift
+
+
+def rows_of_four(means, seed=0):
+    return noise(means, 6, 4, seed=seed)
+
+
+def recorded_twins(means, engine="auto", **options):
+    """Twins whose steps are recorded ones by now."""
+    twins = Twins(means, Scaled(), engine, **options)
+    for seed in range(SETTLED + 1):
+        twins.step(rows_of_four(means, seed))
+    assert twins.recorded.report()["forwards"][0]["engine"] == "graph"
+    return twins
+
+
+def graph_steps(twins):
+    return steps(twins.recorded)["graph"]

@@ -1,64 +1,29 @@
-"""What users change between steps: attributes, hooks, parameters, buffers, the wrapper itself. The
+"""What users change between steps: attributes, hooks, parameters, buffers. The
 next step counts with it, as an eager one does, whichever engine runs it."""
 
 import copy
-import gc
-import pickle
 import types
-import weakref
 
 import pytest
 import torch
 from engine_cases import (
     SETTLED,
-    SEVERAL,
     WATCHED,
-    Recorder,
+    Scaled,
     Twins,
+    graph_steps,
     identical,
-    noise,
     reasons,
+    recorded_twins,
     steps,
 )
-from nets import Apply
+from engine_cases import rows_of_four as rows
 from torch import nn
 
 import fastdp
 from fastdp import engines
 
 AHEAD = WATCHED["graph"]
-
-
-class Scaled(nn.Module):
-    """Reads what the user may change."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
-        self.register_buffer("shift", torch.zeros(3, dtype=torch.float64))
-        self.rate, self.deep, self.path = 1.0, False, {"gain": [1.0]}
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x)) if self.deep else self.first(x)
-        return self.second(x) * self.rate * self.path["gain"][0] + self.shift
-
-
-def rows(means, seed=0):
-    return noise(means, 6, 4, seed=seed)
-
-
-def recorded_twins(means, engine="auto", **options):
-    """Twins whose steps are recorded ones by now."""
-    twins = Twins(means, Scaled(), engine, **options)
-    for seed in range(SETTLED + 1):
-        twins.step(rows(means, seed))
-    assert twins.recorded.report()["forwards"][0]["engine"] == "graph"
-    return twins
-
-
-def graph_steps(twins):
-    return steps(twins.recorded)["graph"]
 
 
 # Attributes.
@@ -128,6 +93,28 @@ def test_a_rate_that_is_set_each_step_is_an_error_where_one_insists(means):
     dp.module.rate = 3.0
     plain = means.wrap(copy.deepcopy(dp.module), "eager")
     identical(dp(rows(means)), plain(rows(means)))
+
+
+@pytest.mark.parametrize("means", ["cpu", "gpu", "gpu-twice", "gpus"], indirect=True)
+def test_a_buffer_that_forward_binds_anew(means):
+    """On one device it stays, so the step is eager; in a replica it is lost, also in a recorded
+    step."""
+
+    class Counts(Scaled):
+        def forward(self, x):
+            self.shift = self.shift + 1
+            return super().forward(x)
+
+    twins = Twins(means, Counts(), "auto")
+    for seed in range(SETTLED + 6):
+        twins.step(rows(means, seed))
+    if means.replicas == 1:
+        assert graph_steps(twins) == 0
+        assert twins.recorded.module.shift[0] == SETTLED + 6
+        assert "it replaces parameters or buffers" in reasons(twins.recorded)
+    else:
+        assert graph_steps(twins) > 0
+        assert twins.recorded.module.shift[0] == 0
 
 
 def test_attributes_that_forward_never_reads_count_too(means):
@@ -293,91 +280,3 @@ def test_to_another_dtype_and_back(means):
             twins.each(lambda module: module.zero_grad())
             twins.step(rows(means, seed).to(dtype))
     assert steps(twins.recorded)["graph"] >= SETTLED + 1 - AHEAD + 2
-
-
-# The wrapper.
-
-
-@pytest.mark.parametrize("means", SEVERAL, indirect=True)
-@pytest.mark.parametrize(
-    "name, value", [("dim", 0), ("sequential", True), ("unused_grad", "none"), ("bucket_bytes", 8)]
-)
-def test_options_of_the_wrapper(means, name, value):
-    twins = recorded_twins(means, "graph")
-    for dp in twins.both:
-        setattr(dp, name, value)
-    if means.on_host:
-        twins.recorded._runtime().recorder = Recorder()
-    for seed in range(AHEAD + 1):
-        twins.step(rows(means, seed))
-    assert twins.recorded.report()["forwards"][-1]["engine"] == "graph"
-
-
-def test_the_engine_is_changed(means):
-    twins = recorded_twins(means, "graph")
-    before = graph_steps(twins)
-    twins.recorded.engine = "eager"
-    twins.step(rows(means))
-    twins.recorded.engine = "graph"
-    twins.step(rows(means))
-    assert graph_steps(twins) == before + 1
-    twins.recorded.engine = "auto"  # an engine of its own, which starts anew
-    for seed in range(SETTLED + 1):
-        twins.step(rows(means, seed))
-    twins.ran(eager=SETTLED - 2, graph=3)
-    twins.recorded.engine = "fast"
-    with pytest.raises(ValueError, match="engine is 'fast': it must be one of eager, auto, graph"):
-        twins.recorded(rows(means))
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_copies_have_no_recordings(means, way):
-    twins = recorded_twins(means)
-    dp = twins.recorded
-    made = copy.deepcopy(dp) if way == "deepcopy" else pickle.loads(pickle.dumps(dp))
-    assert made.engine == "auto" and made.report()["forwards"] == []
-    if means.on_host:
-        made._runtime().recorder = Recorder()
-    other = means.wrap(copy.deepcopy(twins.eager.module), "eager")
-    for seed in range(SETTLED + 1):
-        identical(made(rows(means, seed)), other(rows(means, seed)))
-    assert steps(made)["graph"] == 3
-    twins.step(rows(means))
-
-
-def test_a_dropped_wrapper_takes_its_recordings_along(means):
-    dp = means.wrap(Scaled())
-    for seed in range(AHEAD + 1):
-        dp(rows(means, seed)).sum().backward()
-    (entry,) = dp._runtime()._engine._entries.values()
-    references = [weakref.ref(entry.recording), weakref.ref(dp), weakref.ref(dp.module)]
-    del dp, entry
-    gc.collect()
-    assert [reference() for reference in references] == [None] * 3
-
-
-def test_a_backward_after_its_wrapper_is_gone(means):
-    module = Scaled()
-    dp = means.wrap(module)
-    plain = means.wrap(copy.deepcopy(module), "eager")
-    for seed in range(AHEAD + 1):
-        output = dp(rows(means, seed))
-    del dp
-    gc.collect()
-    output.square().sum().backward()
-    plain(rows(means, AHEAD)).square().sum().backward()
-    for got, want in zip(module.parameters(), plain.module.parameters()):
-        identical(got.grad, want.grad)
-
-
-def test_a_module_that_is_replaced(means):
-    """dp.module = another: nothing of the first one's recording may run."""
-    twins = recorded_twins(means, "graph")
-    for dp in twins.both:
-        torch.manual_seed(6)
-        dp.module = Apply(lambda m, x: m.lin(x[:, :3])).to(means.home)
-    if means.on_host:
-        twins.recorded._runtime().recorder = Recorder()
-    for seed in range(AHEAD + 2):
-        identical(*[dp(rows(means, seed)) for dp in twins.both])
-    twins.ran(eager=AHEAD, graph=2)
