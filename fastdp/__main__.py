@@ -6,7 +6,7 @@ import sys
 from typing import Callable, Dict, List, NamedTuple, Optional
 
 import fastdp
-from fastdp import doctor, run
+from fastdp import doctor, run, trace_picture
 
 
 class Command(NamedTuple):
@@ -17,6 +17,7 @@ class Command(NamedTuple):
 COMMANDS: Dict[str, Command] = {
     "run": Command(run.main, "run a script as it is, with its nn.DataParallel on fastdp"),
     "doctor": Command(doctor.main, "look whether this machine is fit to train on"),
+    "report": Command(trace_picture.main, "sum up a trace, and draw it"),
 }
 
 

@@ -25,6 +25,7 @@ PRIVATE = {
     "_set_sequence_nr": ("a node of torch.autograd.Function", "gradients are summed later"),
     "_log_api_usage_once": ("torch._C", "use is not logged"),
     "_is_profiler_enabled": ("torch.autograd.profiler", "phases have no names in profiles"),
+    "_ExperimentalConfig": ("torch.profiler", "traces lack the threads of replicas"),
     "_check_balance": ("torch.nn.parallel.data_parallel", "unlike GPUs draw no warning"),
     "_current_level": ("torch.autograd.forward_ad", "frozen parameters carry no tangents"),
     "_functorch": ("torch._C", "as for maybe_current_level"),
@@ -118,6 +119,16 @@ def run_early(node: Any) -> None:
 def profiler_listens() -> bool:
     """Whether a profiler of torch's, or emit_nvtx, is on."""
     return getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+
+
+def all_threads() -> Any:
+    """The `experimental_config` of a profiler that looks at threads that were there before it; None
+    where torch has none."""
+    config = getattr(torch.profiler, "_ExperimentalConfig", None)
+    try:
+        return config and config(profile_all_threads=True)
+    except TypeError:  # torch < 2.6
+        return None
 
 
 def forward_mode_active() -> bool:

@@ -17,6 +17,7 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple
 from . import _C
 from .hints import hint
 from .pace import Pace
+from .phases import replica_phase
 from .thread_state import ThreadState, prepare_worker, restored_grad_mode
 
 
@@ -42,7 +43,7 @@ class Job:
     def execute_here(self) -> None:
         """On the caller's own thread. KeyboardInterrupt goes through at once."""
         try:
-            with restored_grad_mode():
+            with restored_grad_mode(), replica_phase(self.rank):
                 self.result = self.run()
         except KeyboardInterrupt:
             raise
@@ -55,7 +56,8 @@ class Job:
         try:
             if self.turn is not None:
                 self.pace.await_turn(self.turn)
-            self.result = self.state.run(self.run)
+            with replica_phase(self.rank):
+                self.result = self.state.run(self.run)
         except BaseException as error:  # SystemExit too: the caller is to hear of it
             self.error = replica_error(error, self.rank, self.device, self.run)
         finally:

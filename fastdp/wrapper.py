@@ -25,6 +25,7 @@ from .replicas import replicate
 from .report import Report, make_report
 from .runtime import MAKING, Runtime
 from .surprises import Surprises
+from .traces import Trace
 from .trees import gather_tree
 
 __all__ = ["DataParallel"]
@@ -196,6 +197,21 @@ class DataParallel(nn.DataParallel):
         replays is not in it.
         """
         return _C.dump()
+
+    def trace(self, path: Any) -> Trace:
+        """A context around a few steps, which writes what ran on every thread, device and stream to
+        a file that Perfetto opens (https://ui.perfetto.dev), and `python -m fastdp report`.
+
+        Args:
+            path: of the file, which ends with .json or .json.gz.
+
+        Raises:
+            ValueError: another ending. FileNotFoundError: no such folder.
+
+        torch's profiler slows steps down; phases are named as fastdp/phases.py says. If the steps
+        raise, no file is written.
+        """
+        return Trace(path, self.report)
 
     def _called(
         self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]

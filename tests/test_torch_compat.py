@@ -60,6 +60,7 @@ def owners():
         "_log_api_usage_once": torch._C,
         "_check_balance": DATA_PARALLEL,
         "_is_profiler_enabled": torch.autograd.profiler,
+        "_ExperimentalConfig": torch.profiler,
         "_current_level": torch.autograd.forward_ad,
         "_functorch": torch._C,
         "maybe_current_level": torch._C._functorch,

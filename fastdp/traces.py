@@ -1,0 +1,58 @@
+"""`dp.trace("file.json")`: what ran on every thread, device and stream during a few steps, as a
+file. trace_summary.py reads it again."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import TracebackType
+from typing import Any, Callable, Optional, Type, Union
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from . import _torch_compat
+
+# The key of the wrapper's report in the file.
+METADATA = "fastdp"
+
+
+class Trace:
+    """A context around some steps. The file is written at its end, unless they raised."""
+
+    def __init__(self, path: Union[str, "os.PathLike[str]"], report: Callable[[], Any]) -> None:
+        self._path = os.fspath(path)
+        if not self._path.endswith((".json", ".json.gz")):
+            raise ValueError(f"path is {self._path!r}: it must end with .json or .json.gz")
+        folder = os.path.dirname(self._path) or "."
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"path is {self._path!r}, but there is no folder {folder!r}")
+        self._report = report
+        self._profile: Any = None
+
+    def __enter__(self) -> "Trace":
+        if self._profile is not None:
+            raise RuntimeError("this trace was entered before: take a new one")
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=activities, experimental_config=_torch_compat.all_threads()
+        )
+        self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[Type[BaseException]],
+        error: Optional[BaseException],
+        traceback: Optional[TracebackType],
+    ) -> None:
+        if kind is None:
+            if torch.cuda.is_initialized():
+                for index in range(torch.cuda.device_count()):
+                    torch.cuda.synchronize(index)
+            self._profile.add_metadata_json(METADATA, json.dumps(self._report()))
+        self._profile.__exit__(kind, error, traceback)
+        if kind is None:
+            self._profile.export_chrome_trace(self._path)
