@@ -90,6 +90,7 @@ class Engine:
         self._lock = threading.Lock()
         self._watching = threading.local()
         self._logged: List[str] = []
+        self._unsaid: List[str] = []
 
     def watching(self, replicas: Sequence[torch.nn.Module]) -> ContextManager[Any]:
         """Around the replicas' forward: watches it if this step is one to watch."""
@@ -115,7 +116,11 @@ class Engine:
             act = self._choose(root, rows, named, dim, obstacle, eager, whole)
         finally:
             self._lock.release()
-        return act()
+            self._say()
+        try:
+            return act()
+        finally:
+            self._say()
 
     def shortcut(
         self, root: torch.nn.Module, whole: Tuple[Hashable, List[torch.Tensor]], dim: int
@@ -365,7 +370,12 @@ class Engine:
             raise EngineError(_sentence(reason))
         if reason not in self._logged:
             self._logged.append(reason)
-            _log.info("engine: %s", _sentence(reason))
+            self._unsaid.append(reason)
+
+    def _say(self) -> None:
+        """Out of the lock: a handler may ask for the report."""
+        while self._unsaid:
+            _log.info("engine: %s", _sentence(self._unsaid.pop(0)))
 
 
 def _wants_gradients() -> bool:

@@ -3,6 +3,7 @@ what report() and the log say."""
 
 import gc
 import logging
+import random
 import weakref
 
 import pytest
@@ -250,6 +251,34 @@ def test_each_reason_is_logged_once(means, caplog):
     assert said == ["engine: the forward is not recorded: it writes to sys.stdout: 'step'"]
     assert dp.report()["reasons"] == ["it writes to sys.stdout: 'step'"]
     assert [f["reason"] for f in dp.report()["forwards"]] == dp.report()["reasons"] * 3
+
+
+def test_a_log_handler_may_ask_for_the_report(means):
+    """It is called when nothing is locked."""
+    reports = []
+
+    class Reporting(logging.Handler):
+        def emit(self, record):
+            reports.append(str(dp.report()))
+
+    def draws(module, x):
+        return module.lin(x) * random.random()
+
+    log, handler = logging.getLogger("fastdp"), Reporting()
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        dp = means.wrap(Apply(draws), "auto")
+        for _ in range(4):
+            dp(rows(means))
+        dp.gather_outputs = False
+        dp(rows(means))
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    assert len(reports) == 2 and "it draws from Python's random" in reports[0]
+    assert "gather_outputs=False" in reports[1]
 
 
 def test_the_memory_of_a_recording(means):
