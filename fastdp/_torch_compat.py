@@ -25,6 +25,7 @@ PRIVATE = {
     "_set_sequence_nr": ("a node of torch.autograd.Function", "gradients are summed later"),
     "_log_api_usage_once": ("torch._C", "use is not logged"),
     "_is_profiler_enabled": ("torch.autograd.profiler", "phases have no names in profiles"),
+    "_foreach_norm": ("torch", "norms of gradients are taken one by one"),
     "_ExperimentalConfig": ("torch.profiler", "traces lack the threads of replicas"),
     "_check_balance": ("torch.nn.parallel.data_parallel", "unlike GPUs draw no warning"),
     "_current_level": ("torch.autograd.forward_ad", "frozen parameters carry no tangents"),
@@ -100,6 +101,33 @@ def as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     alias = tensor.detach()
     become_parameter(alias)
     return alias
+
+
+@functools.cache
+def _norms_take_dtype() -> bool:
+    try:
+        torch._foreach_norm([torch.ones(1)], 2, dtype=torch.float64)
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
+def foreach_norm(
+    tensors: List[torch.Tensor], order: float, dtype: torch.dtype
+) -> List[torch.Tensor]:
+    """The norm of each tensor, computed in `dtype`; all of one dtype, none empty."""
+    if _norms_take_dtype():
+        return list(torch._foreach_norm(tensors, order, dtype=dtype))
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+
+
+def increment_versions(tensors: List[torch.Tensor]) -> None:
+    """Each was written past torch. A torch before 2.6 takes them one by one."""
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except (TypeError, ValueError):
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def become_parameter(tensor: torch.Tensor) -> None:

@@ -95,6 +95,11 @@ class Replicator:
         root = self._module()
         return self._held(root, True, lambda same: self._make(root, ranks, detach, early))
 
+    def parameters(self) -> Tensors:
+        """The module's parameters as they are now, each once."""
+        root = self._module()
+        return self._held(root, True, lambda same: self._tree.collect()[0])
+
     def source(self, ranks: int, grad: bool, dim: int) -> Source:
         """The module as it is now, for a recording over the first `ranks` devices.
 

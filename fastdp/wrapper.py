@@ -18,6 +18,7 @@ from .devices import parse_device, parse_devices
 from .losses import anchored, weigh
 from .marks import unmarked
 from .engine_choice import NOTHING, can_be_known_whole, find_obstacle, warm_up
+from .grad_health import GradHealth
 from .phases import phase
 from .placement import check_one_device, choose_devices, public_device, tensors_of
 from .plans import check_home
@@ -31,7 +32,7 @@ from .trees import gather_tree
 __all__ = ["DataParallel"]
 
 
-class DataParallel(nn.DataParallel):
+class DataParallel(nn.DataParallel, GradHealth):
     """Data parallelism in one process: `torch.nn.DataParallel` without its price.
 
     Cuts the inputs along `dim`, runs one replica of the module on each device, and joins the

@@ -63,6 +63,21 @@ def test_host_cost_has_four_bars(host_cost):
     assert [bar["factor"] for bar in host_cost["bars"]] == [10, 50, 1, 3]
 
 
+def test_grad_health_measures_beside_torch():
+    done = run("grad_health.py", "--repeats", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    ways = {}
+    for result in found["results"]:
+        ways.setdefault(result["cost"], []).append(result["way"])
+        assert 0 < result["low_us"] <= result["median_us"] <= result["high_us"]
+    assert len(ways) == 6 and all("fastdp" in each and len(each) > 1 for each in ways.values())
+    assert [bar["cost"] for bar in found["bars"]] == [
+        *("norm of 161 tensors", "clipping of 161 tensors"),
+        *("norm of 1,000 tensors", "clipping of 1,000 tensors"),
+    ]
+
+
 def test_repeats_must_be_one_or_more():
     done = run("host_cost.py", "--repeats", "0")
     assert done.returncode == 2

@@ -1,0 +1,217 @@
+"""The state of a wrapper's gradients: their norm, clipping by it, and which are not finite.
+
+The gradients are read as the few tensors that they lie in (`flat_gradients.py`), by torch's own
+functions for lists of tensors. Nothing waits for a GPU unless it says so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Dict, List, Optional, Sequence
+
+import torch
+
+from . import _torch_compat
+from .flat_gradients import joined
+
+__all__ = ["GradHealth", "NonFinite"]
+
+# As torch.nn.utils.clip_grad_norm_ has it.
+_CLIP_EPSILON = 1e-6
+
+
+class GradHealth:
+    """The part of `DataParallel` that looks after gradients: those that a backward has summed into
+    the `.grad` of the module's own parameters."""
+
+    module: torch.nn.Module
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of all gradients taken as one vector.
+
+        Args:
+            norm_type: which norm: a number above 0; math.inf is the largest absolute value.
+
+        Returns:
+            A 0-dim tensor on the gradients' device, 0 where there are none. NaN or infinite if a
+            gradient is. Nothing waits for a GPU; reading the value does.
+
+        Raises:
+            TypeError, ValueError: a norm_type that is no number above 0.
+
+        Equal to torch.nn.utils.get_total_norm but for the order of the sum: to 1e-5 of it in
+        float32, 1e-12 in float64. Of float16 and bfloat16 gradients the norm is computed, and
+        given, in float32: it does not overflow where theirs would.
+        """
+        order = _checked_order(norm_type)
+        return _Gradients(self).norm(order)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales all gradients, in place, so that their norm is at most `max_norm`: as
+        torch.nn.utils.clip_grad_norm_(module.parameters(), ...), in fewer launches.
+
+        Args:
+            max_norm: a number, at least 0.
+            norm_type: as in `grad_norm`.
+            error_if_nonfinite: True: a norm that is NaN or infinite is a RuntimeError, and no
+                gradient is changed; to know it waits for the GPU. Else the gradients are scaled
+                by it, as torch does.
+
+        Returns:
+            The norm before, as `grad_norm` gives it.
+
+        Raises:
+            TypeError, ValueError: arguments that are no numbers, or out of bounds.
+
+        With a GradScaler call `scaler.unscale_(optimizer)` first.
+        """
+        bound = _checked_number("max_norm", max_norm)
+        if not bound >= 0:
+            raise ValueError(f"max_norm is {max_norm}: it must be at least 0")
+        order = _checked_order(norm_type)
+        gradients = _Gradients(self)
+        norm = gradients.norm(order)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"the norm of order {order:g} of the gradients is {norm.item()}, so they cannot be "
+                "clipped; nonfinite() tells which parameters' are not finite"
+            )
+        # No branch on the norm, which would have to be waited for.
+        factor = torch.clamp(bound / (norm + _CLIP_EPSILON), max=1.0)
+        with torch.no_grad():
+            gradients.scale(factor)
+        return norm
+
+    def nonfinite(self) -> NonFinite:
+        """Which gradients have elements that are NaN or infinite.
+
+        Returns:
+            A `NonFinite`. Making it waits for nothing; asking it anything does. Details are
+            counted when they are asked for, in the gradients as they are then: ask before they are
+            written again.
+
+        It does not tell which replica they come from. The gradients are sums over the replicas, and
+        an element of a sum does not say which term was not finite. To find out, look at the
+        replicas' outputs, one by one: `DataParallel(..., gather_outputs=False)`.
+        """
+        return NonFinite(self)
+
+
+class NonFinite:
+    """What `DataParallel.nonfinite` found. True if anything is not finite."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._module = wrapper.module
+        self._gradients = _Gradients(wrapper)
+        # No element can hide in this norm. It may overflow where all are finite: then they are
+        # counted for nothing.
+        self._norm = self._gradients.norm(1.0)
+        self._counts: Optional[Dict[str, int]] = None
+
+    @property
+    def parameters(self) -> Dict[str, int]:
+        """How many elements are not finite, by parameter, for those that have any."""
+        if self._counts is None:
+            self._counts = {} if math.isfinite(float(self._norm)) else self._counted()
+        return self._counts
+
+    @property
+    def count(self) -> int:
+        """How many elements are not finite."""
+        return sum(self.parameters.values())
+
+    def _counted(self) -> Dict[str, int]:
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        values = [_values(gradient) for gradient in self._gradients.all]
+        sums = [torch.isfinite(value).logical_not_().sum() for value in values]
+        counts = zip(self._gradients.parameters, torch.stack(sums).tolist())
+        return {names[id(parameter)]: count for parameter, count in counts if count}
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def __repr__(self) -> str:
+        return f"NonFinite({self.parameters!r})"
+
+
+class _Gradients:
+    """The gradients of a wrapper's module as they are now."""
+
+    def __init__(self, wrapper: Any) -> None:
+        if wrapper.device_ids:
+            parameters = wrapper._runtime().replicator.parameters()
+        else:
+            parameters = tuple(wrapper.module.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        self.parameters = [p for p, gradient in zip(parameters, gradients) if gradient is not None]
+        self.all: List[torch.Tensor] = [each for each in gradients if each is not None]
+        self._dense = [each for each in self.all if each.layout == torch.strided]
+        self._flats = joined(wrapper.module, self._dense)
+        self._sparse = [each for each in self.all if each.layout != torch.strided]
+
+    def norm(self, order: float) -> torch.Tensor:
+        tensors = self._flats
+        if self._sparse:
+            values = [_values(gradient) for gradient in self._sparse]
+            tensors = tensors + [each for each in values if each.numel()]
+        norms: List[torch.Tensor] = []
+        for dtype, group in _by_dtype(tensors).items():
+            wide = dtype.to_real()
+            if wide in (torch.float16, torch.bfloat16):
+                wide = torch.float32
+            if dtype.is_complex:
+                group = [tensor.abs() for tensor in group]
+            norms += _torch_compat.foreach_norm(group, order, wide)
+        if not norms:
+            return torch.zeros((), device=self.all[0].device if self.all else "cpu")
+        if len(norms) == 1:
+            return norms[0]
+        return torch.linalg.vector_norm(torch.stack(_of_one_dtype(norms)), order)
+
+    def scale(self, factor: torch.Tensor) -> None:
+        for dtype, group in _by_dtype(self._flats).items():
+            torch._foreach_mul_(group, factor.to(dtype.to_real()))
+        for gradient in self._sparse:
+            if gradient.layout == torch.sparse_coo:
+                gradient._values().mul_(factor)  # coalesced or not
+            else:
+                gradient.detach().values().mul_(factor)
+        # Written as parts of others: a graph that saved one must find out.
+        _torch_compat.increment_versions(self._dense)
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> Dict[torch.dtype, List[torch.Tensor]]:
+    groups: Dict[torch.dtype, List[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return groups
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """What a norm is taken of, without autograd: of a sparse gradient the values."""
+    gradient = gradient.detach()
+    if gradient.layout == torch.strided:
+        return gradient
+    if gradient.layout == torch.sparse_coo:
+        gradient = gradient.coalesce()
+    return gradient.values()
+
+
+def _of_one_dtype(norms: List[torch.Tensor]) -> List[torch.Tensor]:
+    wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else norms[0].dtype
+    return [norm.to(wide) for norm in norms]
+
+
+def _checked_number(name: str, value: Any) -> float:
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} is {value!r}: it must be a number")
+    return float(value)
+
+
+def _checked_order(norm_type: Any) -> float:
+    order = math.inf if norm_type == "inf" else _checked_number("norm_type", norm_type)
+    if not order > 0:
+        raise ValueError(f"norm_type is {norm_type!r}: it must be above 0")
+    return order

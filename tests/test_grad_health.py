@@ -1,0 +1,338 @@
+"""dp.grad_norm, dp.clip_grad_norm_ and dp.nonfinite: the numbers of torch.nn.utils, of gradients
+that lie in buckets and of gradients that lie anywhere."""
+
+import copy
+import math
+
+import fastdp
+import pytest
+import torch
+from fastdp.buckets import Bucket
+from fastdp.flat_gradients import joined
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nets import Net, ints, linear
+from torch import nn
+
+# The stated bounds.
+CLOSE = {torch.float32: 1e-5, torch.float64: 1e-12}
+ORDERS = [2, 1, 3.5, math.inf, "inf"]
+
+
+def wrap(module, n=2, **options):
+    return fastdp.DataParallel(module, ["cpu"] * n, **options)
+
+
+@pytest.fixture(params=[False, True], ids=["apart", "one-storage"])
+def storage(request, monkeypatch):
+    """Slots as tensors by themselves, as on the host, or of the bucket's storage, as on GPUs."""
+    if request.param:
+        monkeypatch.setattr(Bucket, "slots", lambda self, flat: self.core.split(flat))
+
+
+def mixed(dtype=torch.float32):
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(2, 5, 3).to(memory_format=torch.channels_last),
+        nn.BatchNorm2d(5),
+        nn.Flatten(),
+        nn.Linear(45, 7),
+        nn.Tanh(),
+        nn.Linear(7, 3),
+    ).to(dtype)
+
+
+def trained(module, dtype=torch.float32, n=2, **options):
+    dp = wrap(module, n, **options)
+    torch.manual_seed(2)
+    (dp(torch.randn(6, 2, 5, 5, dtype=dtype)) ** 2).sum().backward()
+    return dp
+
+
+def theirs(module, order):
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]), float(order))
+
+
+def near(got, want, dtype):
+    assert got.dtype == dtype and got.shape == ()
+    torch.testing.assert_close(got, want, rtol=CLOSE[dtype], atol=0)
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_norm_is_that_of_all_gradients(order, dtype, storage):
+    dp = trained(mixed(dtype), dtype)
+    near(dp.grad_norm(order), theirs(dp.module, order), dtype)
+    if hasattr(torch.nn.utils, "get_total_norm"):
+        gradients = [p.grad for p in dp.parameters()]
+        near(dp.grad_norm(order), torch.nn.utils.get_total_norm(gradients, float(order)), dtype)
+
+
+def test_exact_sums_are_exact(storage):
+    dp = wrap(Net(), 3)
+    dp(ints(7, 3)).sum().backward()
+    every = torch.cat([p.grad.flatten() for p in dp.parameters()])
+    assert dp.grad_norm(1).item() == every.abs().sum().item()
+    assert dp.grad_norm(math.inf).item() == every.abs().max().item()
+    near(dp.grad_norm(), (every**2).sum().sqrt(), torch.float64)
+
+
+@pytest.mark.parametrize("max_norm", [0, 1e-3, 1.0, 1e9])
+@pytest.mark.parametrize("order", [2, math.inf])
+def test_clipping_is_torchs(max_norm, order, storage):
+    dp = trained(mixed())
+    twin = copy.deepcopy(dp.module)
+    for own, other in zip(dp.parameters(), twin.parameters()):
+        other.grad = own.grad.clone()
+    before = [(p.grad, p.grad._version) for p in dp.parameters()]
+    got = dp.clip_grad_norm_(max_norm, order)
+    want = torch.nn.utils.clip_grad_norm_(twin.parameters(), max_norm, order)
+    near(got, want, torch.float32)
+    for p, other, (gradient, version) in zip(dp.parameters(), twin.parameters(), before):
+        torch.testing.assert_close(p.grad, other.grad, rtol=2e-5, atol=0)
+        assert p.grad is gradient and p.grad._version > version
+    if max_norm == 1e9:
+        near(dp.grad_norm(order), got, torch.float32)
+
+
+def test_clipped_gradients_are_those_of_one_more_step():
+    """Steps with clipping train as with torch's."""
+    ours, plain = wrap(mixed(torch.float64)), wrap(mixed(torch.float64))
+    for dp in (ours, plain):
+        optimizer = torch.optim.SGD(dp.parameters(), lr=0.1, momentum=0.9)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            optimizer.zero_grad(set_to_none=seed % 2 == 0)
+            (dp(torch.randn(5, 2, 5, 5, dtype=torch.float64)) ** 2).sum().backward()
+            if dp is ours:
+                dp.clip_grad_norm_(0.5)
+            else:
+                torch.nn.utils.clip_grad_norm_(dp.parameters(), 0.5)
+            optimizer.step()
+    for got, want in zip(ours.parameters(), plain.parameters()):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_many_tensors_are_few():
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(200)))
+    dp = wrap(module)
+    dp(torch.randn(4, 4)).sum().backward()
+    gradients = [p.grad for p in module.parameters()]
+    assert len(gradients) == 400
+    assert len(joined(module, gradients)) == 2  # weights side by side, biases with gaps
+    near(dp.grad_norm(), theirs(module, 2), torch.float32)
+
+
+@st.composite
+def layouts(draw):
+    """Gradients cut out of a few storages, with gaps, in any order."""
+    gradients, memories = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+        memory, start = torch.zeros(400, dtype=dtype), 0
+        memories.append(memory)
+        for rows, columns, gap, kind in draw(
+            st.lists(
+                st.tuples(
+                    st.integers(0, 3), st.integers(1, 3), st.sampled_from([0, 0, 1, 4]),
+                    st.sampled_from(["plain", "plain", "turned", "every other"]),
+                ),
+                max_size=8,
+            )
+        ):  # fmt: skip
+            count = rows * columns
+            if kind == "every other":
+                piece = memory[start : start + 2 * count : 2]
+                start += 2 * count + gap
+            else:
+                piece = memory[start : start + count].view(rows, columns)
+                start += count + gap
+            gradients.append(piece.t() if kind == "turned" else piece)
+    return draw(st.permutations(gradients)), memories
+
+
+@settings(deadline=None, max_examples=150)
+@given(layouts(), st.integers(0, 5))
+def test_joined_tensors_are_the_gradients_and_nothing_else(found, fill):
+    """Each element of each once: also from the second time on, when it is remembered."""
+    gradients, memories = found
+    owner = nn.Module()
+    for value in (1, 2):
+        for memory in memories:
+            memory.fill_(-9)
+        for gradient in gradients:
+            gradient.fill_(value)
+        parts = joined(owner, gradients)
+        assert sum(part.numel() for part in parts) == sum(g.numel() for g in gradients)
+        for part in parts:
+            assert part.eq(value).all()
+            part.add_(10)
+        assert all(gradient.eq(value + 10).all() for gradient in gradients)
+        touched = sum(memory.ne(-9).sum().item() for memory in memories)
+        assert touched == sum(g.numel() for g in gradients)
+    assert len(parts) <= len(gradients)
+
+
+def test_gradients_that_move_are_found_anew():
+    dp = trained(mixed())
+    first = dp.grad_norm()
+    for p in dp.parameters():
+        p.grad = p.grad * 2
+    near(dp.grad_norm(), first * 2, torch.float32)
+    for p in list(dp.parameters())[1:]:
+        p.grad = None
+    near(dp.grad_norm(), theirs(dp.module, 2), torch.float32)
+
+
+def test_without_gradients_it_is_zero():
+    dp = wrap(mixed())
+    assert dp.grad_norm().item() == 0
+    assert dp.clip_grad_norm_(1.0).item() == 0
+    assert not dp.nonfinite() and dp.nonfinite().count == 0
+
+
+def test_half_precision_does_not_overflow():
+    """The norm of each tensor would be rounded to float16, or not fit it."""
+    for dtype in (torch.float16, torch.bfloat16):
+        dp = wrap(nn.Linear(64, 64).to(dtype))
+        for p in dp.parameters():
+            p.grad = torch.full_like(p, 60000)
+        near(dp.grad_norm(), theirs(dp.module.float(), 2), torch.float32)
+
+
+def test_gradients_of_several_dtypes():
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).double())
+    dp = wrap(module)
+    for p in dp.parameters():
+        p.grad = torch.randn_like(p)
+    doubled = [p.grad.double().flatten() for p in dp.parameters()]
+    want = torch.linalg.vector_norm(torch.cat(doubled))
+    torch.testing.assert_close(dp.grad_norm(), want, rtol=1e-6, atol=0)
+    dp.clip_grad_norm_(want.item() / 2)
+    torch.testing.assert_close(dp.grad_norm(), want / 2, rtol=1e-5, atol=0)
+
+
+def test_complex_gradients():
+    module = nn.Linear(3, 2, dtype=torch.complex128)
+    dp = wrap(module)
+    for p in dp.parameters():
+        p.grad = torch.randn_like(p)
+    parts = [torch.view_as_real(p.grad).flatten() for p in dp.parameters()]
+    near(dp.grad_norm(), torch.linalg.vector_norm(torch.cat(parts)), torch.float64)
+    dp.clip_grad_norm_(0.25)
+    torch.testing.assert_close(dp.grad_norm().item(), 0.25, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_sparse_gradients(coalesced):
+    module = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 1))
+    dp = wrap(module)
+    dp(torch.tensor([[0, 1], [1, 1], [5, 0]])).sum().backward()
+    table = module[0].weight
+    if not coalesced:
+        indices = torch.tensor([[1, 1, 4]])
+        table.grad = torch.sparse_coo_tensor(indices, torch.randn(3, 3), (6, 3))
+    dense = [p.grad.to_dense().flatten().clone() for p in dp.parameters()]
+    want = torch.linalg.vector_norm(torch.cat(dense))
+    near(dp.grad_norm(), want, torch.float32)
+    near(dp.clip_grad_norm_(want.item() / 2), want, torch.float32)
+    for p, before in zip(dp.parameters(), dense):
+        torch.testing.assert_close(p.grad.to_dense().flatten(), before / 2)
+
+
+def test_a_gradient_that_a_graph_has_saved_is_not_changed_under_it(storage):
+    dp = wrap(linear())
+    x = ints(4, 3)
+    dp(x).square().sum().backward()
+    weight = dp.module.weight
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    kept = [(p.grad * scale).sum() for p in dp.parameters()]
+    dp.clip_grad_norm_(1.0)
+    for each in kept:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            each.backward()
+    assert weight.grad.norm() < 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are used by default here")
+def test_a_wrapper_without_replicas():
+    dp = fastdp.DataParallel(linear())
+    dp(ints(4, 3)).square().sum().backward()
+    near(dp.grad_norm(), theirs(dp.module, 2), torch.float64)
+
+
+def test_norms_one_by_one(monkeypatch):
+    """In a torch whose function for lists is gone."""
+    from fastdp import _torch_compat
+
+    dp = trained(mixed())
+    want = dp.grad_norm()
+    monkeypatch.delattr(torch, "_foreach_norm")
+    monkeypatch.setattr(
+        _torch_compat, "_norms_take_dtype", _torch_compat._norms_take_dtype.__wrapped__
+    )
+    near(dp.grad_norm(), want, torch.float32)
+
+
+# What is not finite.
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_named_and_counted(value, storage):
+    dp = trained(mixed())
+    assert not dp.nonfinite()
+    assert dp.nonfinite().parameters == {} and dp.nonfinite().count == 0
+    dp.module[3].weight.grad[2, 5] = value
+    dp.module[3].weight.grad[1, 0] = value
+    dp.module[5].bias.grad[0] = value
+    found = dp.nonfinite()
+    assert found and found.count == 3
+    assert found.parameters == {"3.weight": 2, "5.bias": 1}
+    assert repr(found) == "NonFinite({'3.weight': 2, '5.bias': 1})"
+    assert not math.isfinite(dp.grad_norm())
+    with pytest.raises(RuntimeError, match="the norm of order 2 of the gradients is (nan|inf)"):
+        dp.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert dp.module[0].weight.grad.isfinite().all() and dp.module[0].weight.grad.ne(0).any()
+
+
+def test_large_numbers_are_finite():
+    """Their sum is not."""
+    dp = wrap(nn.Linear(8, 8))
+    for p in dp.parameters():
+        p.grad = torch.full_like(p, 3e38)
+    assert not dp.nonfinite()
+    dp.module.weight.grad[0, 0] = math.inf
+    assert dp.nonfinite().parameters == {"weight": 1}
+
+
+def test_details_are_counted_when_they_are_asked_for():
+    dp = trained(mixed())
+    dp.module[5].bias.grad[0] = math.nan
+    found = dp.nonfinite()
+    dp.module.zero_grad(set_to_none=True)
+    assert found.parameters == {"5.bias": 1}
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (lambda dp: dp.grad_norm(0), ValueError, "norm_type is 0: it must be above 0"),
+        (lambda dp: dp.grad_norm(-1), ValueError, "norm_type is -1: it must be above 0"),
+        (lambda dp: dp.grad_norm(math.nan), ValueError, "norm_type is nan"),
+        (lambda dp: dp.grad_norm("two"), TypeError, "norm_type is 'two': it must be a number"),
+        (lambda dp: dp.grad_norm(None), TypeError, "norm_type is None"),
+        (lambda dp: dp.clip_grad_norm_(-1), ValueError, "max_norm is -1: it must be at least 0"),
+        (lambda dp: dp.clip_grad_norm_(math.nan), ValueError, "max_norm is nan"),
+        (lambda dp: dp.clip_grad_norm_("1"), TypeError, "max_norm is '1': it must be a number"),
+    ],
+)
+def test_mistakes_are_named(call, error, text):
+    dp = trained(mixed())
+    before = [p.grad.clone() for p in dp.parameters()]
+    with pytest.raises(error, match=text):
+        call(dp)
+    assert all(torch.equal(p.grad, old) for p, old in zip(dp.parameters(), before))
