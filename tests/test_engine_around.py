@@ -8,10 +8,12 @@ import pytest
 import torch
 from engine_cases import ON_GPUS, SETTLED, WATCHED, Recorder, Twins, identical, noise, reasons
 from engine_cases import squares, steps
+from test_pretended_gpus import Gpus, Stream
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
+from fastdp.recordings import Recording
 
 AHEAD = WATCHED["graph"]
 
@@ -161,3 +163,28 @@ def test_checkpointing_that_keeps_the_random_state(means):
         found.append(gradients)
     identical(*found)
     assert steps(twins.recorded)["graph"] > 0 or reasons(twins.recorded)
+
+
+@pytest.mark.parametrize("means", ["cpu-twice"], indirect=True)
+def test_a_step_waits_for_the_one_on_other_streams(means, monkeypatch):
+    """Of pretended GPUs: the memory of a recording is used by one step at a time."""
+    gpus = Gpus(monkeypatch, False)
+    monkeypatch.setattr(Recording, "arrived", lambda recording, device: [])
+    dp = means.wrap(layers())
+    with torch.no_grad():
+        for seed in range(AHEAD + 2):
+            dp(rows(means, seed))
+        gpus.waits()
+        dp(rows(means))
+        assert not {"c0", "c1"} & set(sum(gpus.waits().values(), []))
+        first = list(gpus.current.values())
+        others = [Stream(f"d{k}", stream.device) for k, stream in enumerate(first)]
+        gpus.streams += others
+        gpus.current.update({stream.device: stream for stream in others})
+        dp(rows(means))
+        waits = gpus.waits()
+        assert waits["d0"][0] == "c0" and waits["d1"][0] == "c1"
+        gpus.current.update({stream.device: stream for stream in first})
+        dp(rows(means))
+        assert gpus.waits()["c0"][0] == "d0"
+    assert steps(dp)["graph"] == 5
