@@ -339,15 +339,16 @@ class Engine:
             return
         try:
             asked = entry.asked.places()
-            entry.recording = Recording(source, rows, named, pieces, recorder, asked)
+            entry.place, entry.ranks = _place_of(source), len(rows)
+            recording = Recording(source, rows, named, pieces, recorder, asked)
         except NotRecordable as reason:
             self._give_up(entry, str(reason))
         except Exception as error:
             self._give_up(entry, f"{type(error).__name__}: {error}")
         else:
-            entry.place, entry.ranks = _place_of(source), len(rows)
             if self.kind == "auto":
                 entry.trial = Trial(recorder)
+            entry.recording = recording  # last: an interrupt before leaves none, not half of one
             self._drop_recordings()
 
     def _drop_recordings(self) -> None:
