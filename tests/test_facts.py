@@ -2,8 +2,10 @@
 
 import os
 import struct
+import types
 
 import pytest
+import torch
 
 from fastdp import buses, facts
 
@@ -86,3 +88,134 @@ def test_the_bridges_of_a_machine(monkeypatch, tmp_path):
     for config_file in tmp_path.glob("bus/pci/devices/*/config"):
         config_file.write_bytes(bytes(64))  # what others than root may read
     assert buses.look() == {"iommu": True, "acs": None}
+
+
+# What is asked of the core and of torch, with answers that are pretended.
+
+GPUS = [torch.device("cuda", index) for index in range(3)]
+
+
+def test_each_pair_is_checked_and_measured(monkeypatch):
+    """0 and 1 are peers, 0 and 2 corrupt bytes, 1 and 2 do not reach each other."""
+    checks = {
+        (0, 2): "transport=peer does not join the devices: cuda:0 and cuda:2 failed the check of "
+        "peer copies: 4 bytes copied are wrong",
+        (1, 2): "transport=peer does not join the devices: cuda:1 cannot reach cuda:2",
+    }
+
+    def find_transport(pair, wanted):
+        key = tuple(device.index for device in pair)
+        if wanted == "peer" and key in checks:
+            raise NotImplementedError(checks[key])
+        return ("host" if key in checks else "peer", "it fits")
+
+    def rate(pair, transport):
+        assert transport is None
+        if pair == (GPUS[2], GPUS[1]):
+            raise RuntimeError("it broke")
+        return 1e9 * (10 * pair[0].index + pair[1].index)
+
+    monkeypatch.setattr(facts, "find_transport", find_transport)
+    monkeypatch.setattr(facts.overlap, "measured_bytes_per_s", rate)
+    good, bad, apart = facts.peers(GPUS)
+    assert good == {"gpus": [0, 1], "check": "passed", "reason": "", "transport": "peer"} | {
+        "gb_per_s": [1.0, 10.0],
+        "error": None,
+    }
+    assert (bad["gpus"], bad["check"], bad["transport"]) == ([0, 2], "failed", "host")
+    assert bad["reason"].startswith("cuda:0 and cuda:2 failed the check of peer copies")
+    assert bad["gb_per_s"] == [2.0, 20.0]
+    assert (apart["check"], apart["reason"]) == ("no access", "cuda:1 cannot reach cuda:2")
+    assert (apart["gb_per_s"], apart["error"]) == (None, "RuntimeError: it broke")
+
+
+def test_a_pair_that_breaks_the_check_itself(monkeypatch):
+    def find_transport(pair, wanted):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(facts, "find_transport", find_transport)
+    (row,) = facts.peers(GPUS[:2])
+    assert (row["check"], row["reason"]) == ("unknown", "RuntimeError: the device is lost")
+    assert row["error"] == row["reason"]
+
+
+def test_a_gpu_as_torch_tells_it(monkeypatch):
+    properties = types.SimpleNamespace(name="H200", uuid="aa-bb", major=9, minor=0)
+    for name, value in {
+        "get_device_properties": lambda index: properties,
+        "mem_get_info": lambda index: (700, 1000),
+        "memory_reserved": lambda index: 200,
+        "memory_allocated": lambda index: 150,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert facts.gpu(GPUS[1]) == {
+        "index": 1,
+        "name": "H200",
+        "uuid": "GPU-aa-bb",
+        "capability": "9.0",
+        "total_bytes": 1000,
+        "free_bytes": 700,
+        "ours_bytes": 200,
+        "cached_bytes": 50,
+    }
+    del properties.uuid  # an older torch
+    assert facts.gpu(GPUS[1])["uuid"] is None
+
+
+def test_what_torch_sees(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+
+    def fail():
+        raise RuntimeError("the driver is too old")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    want = {"variable": "1", "order": None, "started": False, "count": 0, "uuids": None}
+    assert facts.visible() == want | {"error": "RuntimeError: the driver is too old"}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    uuid = types.SimpleNamespace(uuid="GPU-cc")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: uuid)
+    want |= {"started": True, "count": 1, "uuids": ["GPU-cc"], "error": None}
+    assert facts.visible() == want
+
+
+def test_a_transport_that_cannot_be(monkeypatch):
+    host = torch.device("cpu")
+    assert facts.transport([]) is facts.transport([host]) is None
+    assert facts.transport([host, host]) == ("local", "it is the first that is tried")
+
+    def find_transport(devices, wanted):
+        raise NotImplementedError("FASTDP_TRANSPORT=nccl does not join the devices: no NCCL")
+
+    monkeypatch.setattr(facts, "find_transport", find_transport)
+    missing = "FASTDP_TRANSPORT=nccl does not join the devices: no NCCL"
+    assert facts.transport(GPUS) == (None, missing)
+
+
+def test_libraries_that_are_loaded():
+    """By the name of one that every Python has loaded: the C library."""
+    (path,) = facts._loaded("libc")[:1]
+    assert path.startswith("/") and "libc" in path
+    assert facts._loaded("libnothing") == []
+
+
+def test_others_variables_stand_there_if_they_are_set(monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    monkeypatch.setenv("FASTDP_ENGINE", "")
+    rows = {row["name"]: row for row in facts.variables()}
+    assert rows["NCCL_P2P_DISABLE"]["value"] == "1" and "NCCL_DEBUG" not in rows
+    assert rows["FASTDP_ENGINE"]["value"] is None  # empty counts as not set
+    assert rows["FASTDP_ENGINE"]["kind"] == "eager|auto|graph"
+
+
+def test_limits(monkeypatch):
+    limits = facts.limits()
+    assert limits["open_files"] > 0 and limits["shm_bytes"] >= limits["shm_free_bytes"]
+    infinity = facts.resource.RLIM_INFINITY
+    monkeypatch.setattr(facts.resource, "getrlimit", lambda which: (infinity, infinity))
+    assert facts.limits()["memlock_bytes"] is None
