@@ -10,6 +10,7 @@ from ._C import build_info
 from .apply import parallel_apply
 from .doctor import PreflightError, preflight
 from .functional import data_parallel
+from .health_monitor import HealthMonitor, HealthRecord
 from .losses import sum_losses
 from .marks import Replicated
 from .patch import patch
@@ -25,6 +26,8 @@ __all__ = [
     "DataParallel",
     "DataParallelWarning",
     "EngineError",
+    "HealthMonitor",
+    "HealthRecord",
     "PreflightError",
     "Replicated",
     "Scattered",
