@@ -21,7 +21,8 @@ struct fdp_nccl_set {
   fdp_stream *lanes[FDP_NCCL_MAX_SEATS];
   char *probes[FDP_NCCL_MAX_SEATS];
   fdp_event *last_uses[FDP_NCCL_MAX_SEATS]; /* recorded after each group */
-  bool is_connected[FDP_NCCL_MAX_SEATS];    /* with this one as home */
+  bool is_held[FDP_NCCL_MAX_SEATS]; /* the event is its lane's: its next group waits for it */
+  bool is_connected[FDP_NCCL_MAX_SEATS]; /* with this one as home */
 };
 
 /* A job on a whole set, with copies of all that it reaches. */
@@ -245,17 +246,50 @@ fdp_device *const *fdp_nccl_set_devices(const fdp_nccl_set *set) { return set->d
 
 /* --- use --- */
 
+static bool has_act(const fdp_nccl_act *acts, int32_t act_count, int32_t seat) {
+  for (int32_t i = 0; i < act_count; ++i) {
+    if (acts[i].seat == seat) return true;
+  }
+  return false;
+}
+
+static fdp_status wait_on(fdp_device *device, fdp_stream *stream, const fdp_nccl_set *before) {
+  fdp_status status = FDP_OK;
+  for (int32_t k = 0; k < before->count; ++k) {
+    FDP_TRY(device->ops->stream_wait(device, stream, before->last_uses[k]));
+  }
+done:
+  return status;
+}
+
 /* Note "turns". Kernels of two communicators that wait for their like on other devices, started in
  * another order on each, could fill the devices and wait for ever. So a group of one set follows
- * all of the last group of another. */
-static fdp_status wait_for(const fdp_nccl_set *set, const fdp_nccl_set *before,
-                           const fdp_nccl_act *acts, int32_t act_count) {
+ * all of the last group of another; for a seat that takes no part in it, and whose first group may
+ * come when that is forgotten, its lane does. */
+static fdp_status wait_for(fdp_nccl_set *set, const fdp_nccl_set *before, const fdp_nccl_act *acts,
+                           int32_t act_count) {
+  fdp_status status = FDP_OK;
+  for (int32_t i = 0; i < act_count; ++i) {
+    FDP_TRY(wait_on(set->devices[acts[i].seat], acts[i].stream, before));
+  }
+  for (int32_t seat = 0; seat < set->count; ++seat) {
+    fdp_device *device = set->devices[seat];
+    if (has_act(acts, act_count, seat)) continue;
+    FDP_TRY(wait_on(device, set->lanes[seat], before));
+    FDP_TRY(device->ops->event_record(device, set->last_uses[seat], set->lanes[seat]));
+    set->is_held[seat] = true;
+  }
+done:
+  return status;
+}
+
+static fdp_status wait_for_held(const fdp_nccl_set *set, const fdp_nccl_act *acts,
+                                int32_t act_count) {
   fdp_status status = FDP_OK;
   for (int32_t i = 0; i < act_count; ++i) {
     fdp_device *device = set->devices[acts[i].seat];
-    for (int32_t k = 0; k < before->count; ++k) {
-      FDP_TRY(device->ops->stream_wait(device, acts[i].stream, before->last_uses[k]));
-    }
+    if (!set->is_held[acts[i].seat]) continue;
+    FDP_TRY(device->ops->stream_wait(device, acts[i].stream, set->last_uses[acts[i].seat]));
   }
 done:
   return status;
@@ -332,8 +366,7 @@ fdp_status fdp_nccl_set_check(const fdp_nccl_set *set) {
 
 /* NCCL makes all streams that a seat has in a group wait for each other, so one of them stands for
  * all. */
-static fdp_status record_uses(const fdp_nccl_set *set, const fdp_nccl_act *acts,
-                              int32_t act_count) {
+static fdp_status record_uses(fdp_nccl_set *set, const fdp_nccl_act *acts, int32_t act_count) {
   bool is_recorded[FDP_NCCL_MAX_SEATS] = {false};
   fdp_status status = FDP_OK;
   for (int32_t i = 0; i < act_count; ++i) {
@@ -342,6 +375,7 @@ static fdp_status record_uses(const fdp_nccl_set *set, const fdp_nccl_act *acts,
     if (is_recorded[seat]) continue;
     FDP_TRY(device->ops->event_record(device, set->last_uses[seat], acts[i].stream));
     is_recorded[seat] = true;
+    set->is_held[seat] = false;
   }
 done:
   return status;
@@ -352,10 +386,13 @@ fdp_status fdp_nccl_set_run(fdp_nccl_set *set, const fdp_nccl_set *before, const
   fdp_status status = FDP_OK;
   if (act_count == 0) return FDP_OK;
   if (before && before != set) FDP_TRY(wait_for(set, before, acts, act_count));
+  FDP_TRY(wait_for_held(set, acts, act_count));
   int result = run_group(set->nccl, set, acts, act_count);
   *is_broken = result != FDP_NCCL_SUCCESS;
   if (*is_broken) return fail(set->nccl, set, -1, result, what);
-  FDP_TRY(record_uses(set, acts, act_count));
+  /* Without its record no group of another set would follow this one. */
+  status = record_uses(set, acts, act_count);
+  *is_broken = status != FDP_OK;
 done:
   return status;
 }

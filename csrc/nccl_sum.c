@@ -211,7 +211,8 @@ static fdp_status reduce(const fdp_nccl_sum *work, sum_scratch *scratch, const s
   }
 done:
   for (int32_t seat = 0; seat < seats->count && status != FDP_OK; ++seat) {
-    if (scratch->leads[seat]) status = fdp_endpoint_settle(scratch->leads[seat], work->home, status);
+    if (!scratch->leads[seat]) continue;
+    status = fdp_endpoint_settle(scratch->leads[seat], work->home, status);
   }
   for (int32_t seat = 0; seat < seats->count; ++seat) {
     if (!scratch->flats[seat]) continue;

@@ -77,8 +77,8 @@ static inline fdp_status fdp_endpoint_after(const fdp_endpoint *first, const fdp
                          (fdp_stream_ref){then->device, then->stream});
 }
 
-/* After a failure with `status`, which it returns: the same, as far as it goes. The thread's message
- * stays. */
+/* After a failure with `status`, which it returns: the same, as far as it goes. The thread's
+ * message stays. */
 fdp_status fdp_endpoint_settle(const fdp_endpoint *first, const fdp_endpoint *then,
                                fdp_status status);
 

@@ -209,6 +209,7 @@ int ncclCommInitRankConfig(fdp_nccl_comm **comm, int count, fdp_nccl_id id, int 
 }
 
 static int end_comm(fdp_nccl_comm *comm, int *counter) {
+  fake_tell_ended(comm);
   pthread_mutex_lock(&state.mutex);
   *counter += 1;
   clique *c = comm->clique;
@@ -355,4 +356,5 @@ static int depth(void) { return current_group ? current_group->depth : 0; }
 
 EXPORT const fake_nccl_table fake_nccl = {reset,       read_counts, set_version,  fail_call,
                                           hang,        release,     fail_rank,    set_current,
-                                          depth,       fake_violate, set_spare};
+                                          depth,       fake_violate, set_spare,
+                                          fake_set_watch};

@@ -19,6 +19,11 @@ typedef struct fake_nccl_counts {
   int least_ctas;      /* smallest max_ctas of a config, 0 if none was given */
 } fake_nccl_counts;
 
+/* `set` stands for the communicators that were made together. Without streams: the rank's has
+ * ended. */
+typedef void fake_nccl_watch(fdp_device *device, fdp_stream *const *streams, int32_t stream_count,
+                             const void *set, bool ends);
+
 typedef struct fake_nccl_table {
   /* As new: version 2.30.7. Waits until every hung call has returned. No work of a group may be
    * waiting to run. */
@@ -39,6 +44,8 @@ typedef struct fake_nccl_table {
   void (*violate)(const char *text);
   /* Called around what the library does to devices. */
   void (*set_spare)(void (*spare)(bool is_on));
+  /* Called before and after what a group does on the streams of a rank; NULL: nobody looks. */
+  void (*set_watch)(fake_nccl_watch *watch);
 } fake_nccl_table;
 
 #endif

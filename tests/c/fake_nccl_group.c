@@ -118,7 +118,30 @@ static void run_collective(op *ops, int op_count, const op *first) {
   }
 }
 
-void fake_run_ops(op *ops, int op_count) {
+static fake_nccl_watch *watcher;
+
+void fake_set_watch(fake_nccl_watch *watch) { watcher = watch; }
+
+void fake_tell_ended(const fdp_nccl_comm *comm) {
+  if (watcher) watcher(comm->device, NULL, 0, comm->clique, true);
+}
+
+/* Each rank of the group once, with all streams that it has in it. */
+static void tell_watcher(const op *ops, int op_count, bool ends) {
+  for (int i = 0; i < op_count && watcher; ++i) {
+    fdp_stream *streams[64];
+    int32_t count = 0;
+    bool is_first = true;
+    for (int k = 0; k < op_count; ++k) {
+      if (ops[k].comm != ops[i].comm) continue;
+      if (k < i) is_first = false;
+      if (count < 64) streams[count++] = ops[k].stream;
+    }
+    if (is_first) watcher(ops[i].comm->device, streams, count, ops[i].comm->clique, ends);
+  }
+}
+
+static void run_ops(op *ops, int op_count) {
   for (int i = 0; i < op_count; ++i) {
     op *o = &ops[i];
     if (o->is_done || o->kind == OP_RECV) continue;
@@ -138,4 +161,10 @@ void fake_run_ops(op *ops, int op_count) {
   for (int i = 0; i < op_count; ++i) {
     if (!ops[i].is_done) fake_violate("a receive without its send");
   }
+}
+
+void fake_run_ops(op *ops, int op_count) {
+  tell_watcher(ops, op_count, false);
+  run_ops(ops, op_count);
+  tell_watcher(ops, op_count, true);
 }

@@ -41,6 +41,9 @@ typedef struct op {
 void fake_run_ops(op *ops, int op_count);
 /* What groups copied through; kept until they cannot run any more. */
 void fake_drop_memories(void);
+void fake_set_watch(fake_nccl_watch *watch);
+/* Nothing of the communicator runs any more. */
+void fake_tell_ended(const fdp_nccl_comm *comm);
 /* Of fake_nccl.c. */
 void fake_violate(const char *text);
 

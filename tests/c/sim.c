@@ -115,6 +115,7 @@ void sim_retire(sim *world) {
   world->base += world->operation_count;
   world->operation_count = 0;
   world->stack_count = 0;
+  world->turn_count = 0;
   sim_memory_forget(world);
 }
 
@@ -130,6 +131,12 @@ fdp_device *sim_device(sim *world, int32_t kind, int32_t ordinal) {
   world->are_hosts[backend->index] = kind == FDP_DEVICE_HOST;
   world->devices[world->device_count++] = backend;
   return &backend->base;
+}
+
+int32_t sim_open_count(const sim *world) {
+  int32_t count = sim_memory_live_count(world, SIM_MAX_DEVICES);
+  for (int32_t d = 0; d < world->device_count; ++d) count += world->devices[d] != NULL;
+  return count;
 }
 
 fdp_stream *sim_stream(sim *world) {

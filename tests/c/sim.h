@@ -68,6 +68,15 @@ bool sim_call_failed(const sim *world);
 /* What is called meanwhile does not fail, and no other host thread comes between. */
 void sim_spare(sim *world, bool is_on);
 
+/* A group of a set of communicators begins and ends on streams of a device. */
+void sim_turn_begin(sim *world, fdp_device *device, fdp_stream *const *streams, int32_t count,
+                    const void *set);
+void sim_turn_end(sim *world, fdp_device *device, fdp_stream *const *streams, int32_t count,
+                  const void *set);
+
+/* Devices that are not closed yet, and blocks of pinned memory that were not dropped. */
+int32_t sim_open_count(const sim *world);
+
 /* Runs all that is enqueued; the calling thread has seen it to be over. */
 void sim_run(sim *world);
 /* The same, for every thread; and forgets it, so that a world may go on for ever. */

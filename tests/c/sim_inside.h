@@ -11,6 +11,8 @@
 #define SIM_CLOCKS (SIM_MAX_STREAMS + SIM_MAX_THREADS)
 #define SIM_MAX_DEVICES 16
 #define SIM_STACK_DEPTH 12
+#define SIM_MAX_TURNS 256
+#define SIM_TURN_STREAMS 16
 
 /* Of each stream and each host thread, how many of its steps came before. */
 typedef struct sim_clock {
@@ -57,6 +59,16 @@ typedef struct sim_arena {
   int32_t count;
   int32_t capacity;
 } sim_arena;
+
+/* The last group of a set of communicators on a device. */
+typedef struct sim_turn {
+  int32_t device;
+  const void *set;
+  int32_t streams[SIM_TURN_STREAMS];
+  int32_t steps[SIM_TURN_STREAMS];
+  int32_t count;
+  sim_clock clock; /* what it came after */
+} sim_turn;
 
 typedef enum sim_kind { SIM_WORK, SIM_RECORD, SIM_WAIT } sim_kind;
 
@@ -125,6 +137,8 @@ struct sim {
   bool forbids[SIM_MAX_DEVICES][SIM_MAX_DEVICES];
   sim_arena arenas[SIM_MAX_DEVICES + 1]; /* the last is pinned memory */
   sim_log foreign;                       /* memory that is nobody's */
+  sim_turn turns[SIM_MAX_TURNS];
+  int32_t turn_count;
   int32_t wait_count;
   int32_t left_out;
   int64_t call_count;

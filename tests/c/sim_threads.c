@@ -12,19 +12,21 @@
 #define STACK_BYTES (256 << 10)
 #define MAX_LOCKS 1024
 
+typedef struct lock {
+  const pthread_mutex_t *mutex;
+  bool is_held; /* by a coroutine; for a moment a job of NCCL's may have it */
+  sim_clock clock;
+} lock;
+
 typedef struct coroutine {
   ucontext_t context;
-  void *stack;
   void *argument;
   bool is_done;
-  pthread_mutex_t *wants; /* NULL: none */
+  const lock *wants; /* NULL: none */
   char message[FDP_MESSAGE_BYTES]; /* each has its last message */
 } coroutine;
 
-typedef struct lock_clock {
-  const pthread_mutex_t *mutex;
-  sim_clock clock;
-} lock_clock;
+static _Alignas(64) char stacks[SIM_MAX_THREADS][STACK_BYTES];
 
 static struct {
   sim *world; /* NULL: nothing runs */
@@ -33,7 +35,7 @@ static struct {
   ucontext_t scheduler;
   coroutine threads[SIM_MAX_THREADS]; /* the first is whoever called */
   int32_t count;
-  lock_clock locks[MAX_LOCKS];
+  lock locks[MAX_LOCKS];
   int32_t lock_count;
 } all;
 
@@ -70,40 +72,42 @@ static void start(void) {
 
 /* --- locks --- */
 
-static sim_clock *clock_of(const pthread_mutex_t *mutex) {
+static lock *lock_of(const pthread_mutex_t *mutex) {
   for (int32_t i = 0; i < all.lock_count; ++i) {
-    if (all.locks[i].mutex == mutex) return &all.locks[i].clock;
+    if (all.locks[i].mutex == mutex) return &all.locks[i];
   }
   assert(all.lock_count < MAX_LOCKS);
-  all.locks[all.lock_count] = (lock_clock){.mutex = mutex};
-  return &all.locks[all.lock_count++].clock;
+  all.locks[all.lock_count] = (lock){.mutex = mutex};
+  return &all.locks[all.lock_count++];
 }
 
 int __wrap_pthread_mutex_lock(pthread_mutex_t *mutex) {
   if (!is_here()) return __real_pthread_mutex_lock(mutex);
   coroutine *own = &all.threads[all.world->thread];
-  while (pthread_mutex_trylock(mutex) != 0) {
-    own->wants = mutex;
+  lock *wanted = lock_of(mutex);
+  while (wanted->is_held) {
+    own->wants = wanted;
     switch_out(own);
-    own->wants = NULL;
   }
-  sim_clock_merge(&all.world->threads[all.world->thread], clock_of(mutex));
-  return 0;
+  own->wants = NULL;
+  wanted->is_held = true;
+  sim_clock_merge(&all.world->threads[all.world->thread], &wanted->clock);
+  return __real_pthread_mutex_lock(mutex);
 }
 
 int __wrap_pthread_mutex_unlock(pthread_mutex_t *mutex) {
-  if (is_here()) sim_clock_merge(clock_of(mutex), &all.world->threads[all.world->thread]);
+  if (is_here()) {
+    lock *held = lock_of(mutex);
+    held->is_held = false;
+    sim_clock_merge(&held->clock, &all.world->threads[all.world->thread]);
+  }
   return __real_pthread_mutex_unlock(mutex);
 }
 
 /* --- the scheduler --- */
 
 static bool can_run(const coroutine *thread) {
-  if (thread->is_done) return false;
-  if (!thread->wants) return true;
-  if (pthread_mutex_trylock(thread->wants) != 0) return false;
-  __real_pthread_mutex_unlock(thread->wants);
-  return true;
+  return !thread->is_done && !(thread->wants && thread->wants->is_held);
 }
 
 static int32_t pick(sim *world) {
@@ -129,13 +133,12 @@ void sim_threads_run(sim *world, void (*body)(void *argument), void *const *argu
   world->yield = sim_yield;
   for (int32_t t = 1; t <= count; ++t) {
     coroutine *thread = &all.threads[t];
-    if (!thread->stack) thread->stack = malloc(STACK_BYTES);
     thread->argument = arguments[t - 1];
     thread->is_done = false;
     thread->wants = NULL;
     thread->message[0] = '\0';
     getcontext(&thread->context);
-    thread->context.uc_stack.ss_sp = thread->stack;
+    thread->context.uc_stack.ss_sp = stacks[t];
     thread->context.uc_stack.ss_size = STACK_BYTES;
     thread->context.uc_link = NULL;
     makecontext(&thread->context, start, 0);

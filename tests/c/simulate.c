@@ -80,6 +80,16 @@ void check_status(fdp_status status, fdp_status expected, const char *message, c
   sim_report(current, "%s:%d: %s: %s", file, line, fdp_status_name(status), fdp_last_message());
 }
 
+/* Of the fake library. */
+static void watch_groups(fdp_device *device, fdp_stream *const *streams, int32_t count,
+                         const void *set, bool ends) {
+  if (ends) {
+    sim_turn_end(current, device, streams, count, set);
+  } else {
+    sim_turn_begin(current, device, streams, count, set);
+  }
+}
+
 /* --- a world --- */
 
 /* What carries between the devices, by the environment that the context reads. */
@@ -105,6 +115,15 @@ static void warm_up(run *own) {
                                  sizeof reason));
 }
 
+/* One whose opening fails at some call, and that is of no use. */
+static void try_device(run *own) {
+  fdp_device *device = sim_device(own->world, FDP_DEVICE_CUDA, MAX_DEVICES);
+  sim_fail_call(own->world, 1 + (int64_t)sim_choose(own->world, 2));
+  fdp_status status = fdp_context_adopt(own->context, device);
+  CHECK_EQUAL(status != FDP_OK, sim_call_failed(own->world));
+  sim_fail_call(own->world, 0);
+}
+
 static void run_open(run *own, uint64_t seed, bool explains, FILE *trace) {
   bool forbids = false;
   *own = (run){.seed = seed, .world = sim_open(seed)};
@@ -120,6 +139,7 @@ static void run_open(run *own, uint64_t seed, bool explains, FILE *trace) {
   }
   own->devices[MAX_DEVICES] = sim_device(world, FDP_DEVICE_HOST, 0);
   CHECK_OK(fdp_context_adopt(own->context, own->devices[MAX_DEVICES]));
+  if (sim_choose(world, 8) == 0) try_device(own);
   if (forbids && own->device_count > 1) sim_forbid_peer(own->devices[0], own->devices[1]);
   if (!own->has_nccl || sim_choose(world, 2) == 0) warm_up(own);
   for (int32_t d = 0; d < own->device_count && sim_choose(world, 2) == 0; ++d) {
@@ -143,7 +163,13 @@ static void run_close(run *own) {
     }
   }
   run_drop_blocks(own);
+  for (int32_t d = 0; d < own->device_count; ++d) { /* all is over, so that nothing is held */
+    fdp_pool *pool = fdp_context_pool(own->context, own->devices[d]);
+    fdp_pool_trim(pool);
+    CHECK_EQUAL(fdp_pool_read_stats(pool).idle_count, 0);
+  }
   fdp_context_close(own->context);
+  CHECK_EQUAL(sim_open_count(own->world), 0);
   fake_gpu_finish();
 }
 
@@ -190,6 +216,7 @@ static outcome play(uint64_t seed, bool explains, FILE *trace, int64_t failing_c
                     totals *sums) {
   static run own;
   outcome result = {.report = ""};
+  int64_t before = heap_live_count();
   current_seed = seed;
   run_open(&own, seed, explains, trace);
   int32_t rounds = failing_call == 0 ? ROUNDS : failing_call < 0 ? 1 : 2;
@@ -211,6 +238,10 @@ static outcome play(uint64_t seed, bool explains, FILE *trace, int64_t failing_c
   sums->failures += own.failure_count;
   sim_close(own.world);
   current = NULL;
+  if (!*result.report && heap_live_count() != before) {
+    snprintf(result.report, sizeof result.report, "%lld blocks of the host's memory are left",
+             (long long)(heap_live_count() - before));
+  }
   return result;
 }
 
@@ -329,6 +360,7 @@ int main(int argument_count, char **arguments) {
   if (read_options(argument_count, arguments, &chosen) != 0) return 2;
   if (chosen.worlds + chosen.schedules + chosen.seconds == 0) chosen.worlds = 1;
   FILE *trace = chosen.trace ? fopen(chosen.trace, "w") : NULL;
+  fake_nccl_get()->set_watch(watch_groups);
   signal(SIGABRT, on_signal);
   signal(SIGSEGV, on_signal);
   double start = seconds_now();
@@ -341,7 +373,8 @@ int main(int argument_count, char **arguments) {
          "%llu in %.1f s, %.0f a second: %s\n",
          (long long)sums.schedules, (long long)sums.several, (long long)sums.failures,
          (unsigned long long)chosen.seed,
-         (unsigned long long)chosen.seed + (unsigned long long)sums.worlds - 1, seconds, (double)sums.schedules / seconds, is_right ? "nothing was wrong" : "WRONG");
+         (unsigned long long)chosen.seed + (unsigned long long)sums.worlds - 1, seconds,
+         (double)sums.schedules / seconds, is_right ? "nothing was wrong" : "WRONG");
   if (chosen.sweeps) printf("%lld calls were made to fail, one a run\n", (long long)sums.sweeps);
   for (int32_t i = 0; i < SIM_POLICY_COUNT && !chosen.is_brief; ++i) {
     printf("  %s: %lld\n", sim_policy_name((sim_policy)i), (long long)sums.policies[i]);

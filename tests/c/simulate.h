@@ -93,6 +93,8 @@ user_array array_take(run *own, int32_t device, fdp_stream *stream, fdp_dtype dt
 void array_free(user_array *array);
 /* Fills it with NaNs, on a stream. */
 void array_poison(run *own, const user_array *array, fdp_stream *stream);
+/* What a verb wrote may be written by its owner next: this says so, and changes nothing. */
+void run_claim(run *own, int32_t device, fdp_stream *stream, const fdp_view *view);
 void run_drop_blocks(run *own);
 /* What is enqueued on `then` from now on comes after what is enqueued on `first`. */
 void run_order(run *own, int32_t device, fdp_stream *first, int32_t then_device, fdp_stream *then);
@@ -109,6 +111,9 @@ int64_t model_checksum(const model_bucket *bucket);
 /* What replica `replica` adds to the gradient of element `index`. */
 int64_t model_gradient(int64_t parameter, int64_t from_above, int32_t replica, int64_t index);
 int64_t model_update(int64_t parameter, int64_t gradient);
+
+/* simulate_heap.c: allocations of the program that were not freed yet. */
+int64_t heap_live_count(void);
 
 /* simulate_step.c */
 void caller_train(void *argument);

@@ -4,7 +4,7 @@
 #   make -f simulate.mk long       many schedules: SCHEDULES=1000000 SEED=1
 CC ?= gcc
 ROOT := ../..
-BUILD := build/sim
+BUILD ?= build/sim
 SCHEDULES ?= 1000000
 SEED ?= 1
 # As in the Makefile, and pools that give back early; buckets are small.
@@ -16,7 +16,8 @@ CORE := $(filter-out $(wildcard $(addprefix $(ROOT)/csrc/,py_*.c *cuda*.c)), \
           $(wildcard $(ROOT)/csrc/*.c)) $(wildcard $(ROOT)/kernels/ref*.c)
 TESTS := $(wildcard sim*.c) rig.c fake_gpu.c
 OBJECTS := $(patsubst $(ROOT)/%.c,$(BUILD)/%.o,$(CORE)) $(TESTS:%.c=$(BUILD)/tests/%.o)
-LINK := -no-pie -pthread -Wl,--wrap=pthread_mutex_lock,--wrap=pthread_mutex_unlock -ldl
+LINK := -no-pie -pthread -Wl,--wrap=pthread_mutex_lock,--wrap=pthread_mutex_unlock \
+        -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=aligned_alloc,--wrap=free -ldl
 
 $(BUILD)/simulate: $(OBJECTS) $(BUILD)/libfakenccl.so
 	$(CC) -g $(EXTRA) $(OBJECTS) $(LINK) -o $@
@@ -31,6 +32,12 @@ $(BUILD)/libfakenccl.so: fake_nccl.c fake_nccl_group.c fake_nccl.h fake_nccl_ins
 	@mkdir -p $(@D)
 	$(CC) $(filter-out -fno-pie,$(FLAGS)) -fPIC -shared -fvisibility=hidden $(filter %.c,$^) -o $@
 
+# How build_tools/mutation.py compiles and links.
+flags:
+	@echo '$(FLAGS)'
+	@echo '$(OBJECTS)'
+	@echo '$(LINK)'
+
 short: $(BUILD)/simulate
 	$(BUILD)/simulate --schedules 4000 --twice 10
 	$(BUILD)/simulate --sweep --worlds 3 --brief
@@ -38,5 +45,5 @@ long: $(BUILD)/simulate
 	$(BUILD)/simulate --schedules $(SCHEDULES) --seed $(SEED) --twice 100
 
 -include $(OBJECTS:.o=.d)
-.PHONY: short long
+.PHONY: flags short long
 .DEFAULT_GOAL := $(BUILD)/simulate

@@ -62,6 +62,12 @@ void array_poison(run *own, const user_array *array, fdp_stream *stream) {
   sim_write(stream, &array->view, 0xFF);
 }
 
+static void run_nothing(void *argument) { (void)argument; }
+
+void run_claim(run *own, int32_t device, fdp_stream *stream, const fdp_view *view) {
+  sim_work(own->devices[device], stream, "the owner's write", run_nothing, NULL, NULL, 0, view, 1);
+}
+
 void run_drop_blocks(run *own) {
   while (own->blocks) {
     user_block *first = own->blocks;

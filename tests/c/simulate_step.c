@@ -41,6 +41,12 @@ static fdp_view host_rows(caller *own, int64_t count) {
   return view;
 }
 
+static void claim_parts(caller *own, const fdp_view *parts) {
+  for (int32_t r = 0; r < own->replica_count; ++r) {
+    run_claim(own->run, own->devices[r], own->compute[r], &parts[r]);
+  }
+}
+
 /* --- forward --- */
 
 /* The flats first, then the communication streams wait for all compute, then they write. */
@@ -79,6 +85,7 @@ static bool replicate(caller *own, step *now) {
                                              own->replica_count);
     if (!works(own, status, "bucket_broadcast")) return false;
     for (int32_t r = 0; r < own->replica_count; ++r) {
+      run_claim(in, own->devices[r], own->beside[r], &flats[r]);
       now->arrived[b][r] = run_event(in, own->devices[r], own->beside[r]);
     }
   }
@@ -109,6 +116,7 @@ static bool scatter_input(caller *own, step *now) {
                                   own->replica_count, 0);
   if (!works(own, status, "scatter")) return false;
   if (!own->input_is_host) array_poison(in, &now->whole[STEP_INPUT], home_compute(own));
+  claim_parts(own, parts);
   return true;
 }
 
@@ -127,6 +135,7 @@ static bool broadcast_buffer(caller *own, step *now) {
   fdp_status status = fdp_broadcast(in->context, &now->whole[STEP_BUFFER].view, home_compute(own),
                                     parts, own->compute, own->replica_count);
   if (!works(own, status, "broadcast")) return false;
+  claim_parts(own, parts);
   array_poison(in, &now->whole[STEP_BUFFER], home_compute(own));
   return true;
 }
@@ -167,6 +176,7 @@ static bool gather_output(caller *own, step *now) {
   for (int32_t r = 0; r < own->replica_count; ++r) {
     array_poison(in, &now->parts[STEP_OUTPUT][r], own->compute[r]);
   }
+  if (!own->output_is_host) run_claim(in, 0, home_compute(own), &whole);
   if (own->output_is_host) {
     sim_host_access(in->world, whole.data, rows * (int64_t)sizeof(int64_t), false);
     work_check_rows(own, "the output", &whole, now->output);
@@ -192,6 +202,7 @@ static bool scatter_gradient(caller *own, step *now) {
                                   parts, own->compute, own->replica_count, 0);
   if (!works(own, status, "scatter")) return false;
   array_poison(in, &now->whole[STEP_ABOVE], home_compute(own));
+  claim_parts(own, parts);
   return true;
 }
 
@@ -223,7 +234,9 @@ static bool reduce_bucket(caller *own, step *now, int32_t b) {
   sim_note(in->world, "reduce of bucket", b);
   fdp_status status = fdp_bucket_reduce(in->context, bucket->plan, gradients, own->beside,
                                         own->replica_count, &now->sums[b].view, home_beside(own));
-  return works(own, status, "bucket_reduce");
+  if (!works(own, status, "bucket_reduce")) return false;
+  run_claim(in, 0, home_beside(own), &now->sums[b].view);
+  return true;
 }
 
 static bool backward(caller *own, step *now) {
@@ -257,6 +270,7 @@ static bool reduce_loss(caller *own, step *now) {
   fdp_status status = fdp_reduce(in->context, parts, own->compute, own->replica_count,
                                  &now->whole[STEP_LOSS].view, home_compute(own));
   if (!works(own, status, "reduce")) return false;
+  run_claim(in, 0, home_compute(own), &now->whole[STEP_LOSS].view);
   for (int32_t r = 0; r < own->replica_count; ++r) {
     array_poison(in, &now->parts[STEP_INPUT][r], own->compute[r]);
   }
@@ -322,5 +336,9 @@ void caller_train(void *argument) {
       sim_run(in->world);
     }
     step_free(own, now);
+    if (sim_choose(in->world, 4) == 0) { /* as when memory is short */
+      fdp_device *device = in->devices[sim_choose(in->world, (uint64_t)in->device_count)];
+      fdp_pool_trim(fdp_context_pool(in->context, device));
+    }
   }
 }
