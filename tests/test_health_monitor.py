@@ -83,7 +83,7 @@ def test_warnings(watch, norms, options, step, text):
 def test_what_is_in_line_is_no_warning(watch):
     """A norm that is large among few, one that grows slowly, and one just below the bounds."""
     assert watch([1.0] * 4 + [50.0])[1] == []
-    assert watch([1.2**k for k in range(30)])[1] == []
+    assert watch([1.2**k for k in range(20)])[1] == []
     assert watch([9.99, 1.0, 1.0, 1.0, 1.0, 9.99])[1] == []
 
 
