@@ -59,13 +59,24 @@ class Job:
             with replica_phase(self.rank):
                 self.result = self.state.run(self.run)
         except BaseException as error:  # SystemExit too: the caller is to hear of it
+            self.error = error  # even if there is no memory left to say more
             self.error = replica_error(error, self.rank, self.device, self.run)
         finally:
             self.run = None
             self.done.put(True)
 
+    def give_up(self, error: BaseException) -> None:
+        """What stands around the replica failed: the caller, who waits, is told that."""
+        if self.error is None:
+            self.error = error
+        self.done.close()
+
     def wait(self) -> None:
-        self.done.take(-1.0)
+        try:
+            self.done.take(-1.0)
+        except _C.AbortedError:
+            if self.error is None:
+                raise
 
 
 class _Text(str):
@@ -141,14 +152,21 @@ class Team:
 
     def grow(self, size: int) -> None:
         while len(self._inboxes) < size:
-            inbox = _C.Handoff()
-            name = f"fastdp-replica-{len(self._inboxes) + 1}"
-            thread = threading.Thread(target=_serve, args=(inbox,), name=name, daemon=True)
-            self._inboxes.append(inbox)  # first: a thread that nobody can dismiss would stay
-            thread.start()
+            self._inboxes.append(_C.Handoff())  # first: a thread must not be beyond dismissal
+            self._start_thread(len(self._inboxes) - 1)
+
+    def _start_thread(self, index: int) -> None:
+        arguments, name = (self._inboxes[index],), f"fastdp-replica-{index + 1}"
+        threading.Thread(target=_serve, args=arguments, name=name, daemon=True).start()
 
     def start(self, index: int, job: Job) -> None:
-        self._inboxes[index].put(job)
+        try:
+            self._inboxes[index].put(job)
+        except _C.AbortedError:
+            # Its thread failed while it had nothing to do: another takes its place.
+            self._inboxes[index] = _C.Handoff()
+            self._start_thread(index)
+            self._inboxes[index].put(job)
 
     def dismiss(self) -> None:
         """The threads end once they have finished what they do now."""
@@ -159,14 +177,23 @@ class Team:
 
 
 def _serve(inbox: Any) -> None:
-    prepare_worker()
-    while True:
-        try:
+    """A worker's life. Whatever fails in it, nobody waits for ever: a job that it has, or that is
+    in its inbox, is given up, and an inbox without a thread takes no more."""
+    job = None
+    try:
+        prepare_worker()
+        while True:
+            job = None
             job = inbox.take(-1.0)
-        except _C.AbortedError:
-            return
-        job.execute_on_worker()
-        del job
+            job.execute_on_worker()
+    except BaseException as error:
+        inbox.close()
+        if job is None:
+            try:
+                job = inbox.take(0.0)
+            except _C.Error:
+                return  # dismissed, or its error is the caller's at the next put
+        job.give_up(error)
 
 
 class Teams:

@@ -29,6 +29,11 @@ def no_cuda_reason():
     return None
 
 
+def pytest_addoption(parser):
+    text = "reliability tests in their long form: every point, 10,000 steps, 1,000 wrappers"
+    parser.addoption("--long", action="store_true", help=text)
+
+
 def pytest_configure(config):
     for line in (
         "row(*ids, why=None): the rows of tests/rows.py that a test covers, and what of them",
