@@ -103,12 +103,7 @@ done:
 static fdp_status give_flat(const peer_reduction *work, int32_t r, fdp_status status) {
   fdp_stream_ref users[FDP_POOL_MAX_USERS] = {fdp_endpoint_ref(work->home)};
   int32_t count = 1;
-  if (status != FDP_OK) {
-    users[count++] = fdp_endpoint_ref(&work->ranks[r]);
-    for (int32_t i = 0; i < work->lane_count; ++i) {
-      users[count++] = fdp_endpoint_ref(&work->lane_ends[i]);
-    }
-  }
+  if (status != FDP_OK) users[count++] = fdp_endpoint_ref(&work->ranks[r]);
   return fdp_pool_give_many(work->ranks[r].pool, work->flats[r], users, count, status);
 }
 

@@ -74,6 +74,9 @@ void sim_turn_begin(sim *world, fdp_device *device, fdp_stream *const *streams, 
 void sim_turn_end(sim *world, fdp_device *device, fdp_stream *const *streams, int32_t count,
                   const void *set);
 
+/* Taking memory of the device fails until some of it is dropped. */
+void sim_fill_device(fdp_device *device);
+
 /* Devices that are not closed yet, and blocks of pinned memory that were not dropped. */
 int32_t sim_open_count(const sim *world);
 

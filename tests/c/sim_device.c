@@ -183,7 +183,8 @@ static fdp_status take(fdp_device *device, int32_t arena, size_t size_bytes, voi
                        const char *call) {
   sim *world = backend_of(device)->world;
   fdp_status status = arrive(device, call);
-  if (status != FDP_OK) return fdp_fail(FDP_OUT_OF_MEMORY, "sim: no memory");
+  bool is_full = backend_of(device)->is_full && arena < SIM_MAX_DEVICES;
+  if (status != FDP_OK || is_full) return fdp_fail(FDP_OUT_OF_MEMORY, "sim: no memory");
   *address = sim_memory_take(world, arena, (int64_t)size_bytes);
   return *address ? FDP_OK : fdp_fail(FDP_OUT_OF_MEMORY, "sim: the device is full");
 }
@@ -197,6 +198,7 @@ static fdp_status pinned_take(fdp_device *device, size_t size_bytes, void **addr
 }
 
 static void memory_drop(fdp_device *device, void *address) {
+  backend_of(device)->is_full = false;
   sim *world = backend_of(device)->world;
   sim_memory_drop(world, backend_of(device)->index, address,
                   sim_place_of(world, "memory_drop", HERE));
@@ -216,6 +218,8 @@ static fdp_status peer_reach(fdp_device *device, fdp_device *peer) {
   from->world->reaches[from->index][to->index] = true;
   return FDP_OK;
 }
+
+void sim_fill_device(fdp_device *device) { backend_of(device)->is_full = true; }
 
 /* --- streams and events --- */
 

@@ -95,6 +95,7 @@ typedef struct sim_backend {
   int32_t index;
   fdp_stream *standard[SIM_MAX_THREADS]; /* what NULL stands for: on a GPU the first, on the host
                                             one for each thread; made at first use */
+  bool is_full; /* until memory is dropped */
   int32_t open_streams;
   int32_t open_events;
 } sim_backend;

@@ -144,10 +144,9 @@ static void log_access(sim *world, sim_log *log, const sim_access *access, const
   log->accesses[log->count++] = *access;
 }
 
-/* Pinned memory is everybody's, and host devices are one memory. */
+/* The host's memory is everybody's. */
 static bool reaches(const sim *world, int32_t device, int32_t arena) {
-  if (arena == SIM_MAX_DEVICES || world->reaches[device][arena]) return true;
-  return world->are_hosts[device] && world->are_hosts[arena];
+  return arena == SIM_MAX_DEVICES || world->are_hosts[arena] || world->reaches[device][arena];
 }
 
 static sim_log *log_of(sim *world, int32_t device, const sim_access *access) {

@@ -106,13 +106,25 @@ static int32_t choose_transport(sim *world, bool *has_nccl, bool *forbids) {
   return *has_nccl && count > 4 ? 4 : count; /* each set of communicators has streams */
 }
 
-static void warm_up(run *own) {
+/* Has what is slow, and kept, be done for home and a random choice of devices, or all. */
+static void warm_up(run *own, bool takes_all) {
   fdp_device_id ids[MAX_DEVICES];
   const char *name = NULL;
   char reason[200];
-  for (int32_t d = 0; d < own->device_count; ++d) ids[d] = own->devices[d]->id;
-  CHECK_OK(fdp_context_transport(own->context, NULL, ids[0], ids, own->device_count, &name, reason,
+  int32_t count = 1;
+  ids[0] = own->devices[0]->id;
+  for (int32_t d = 1; d < own->device_count; ++d) {
+    if (takes_all || sim_choose(own->world, 3) != 0) ids[count++] = own->devices[d]->id;
+  }
+  CHECK_OK(fdp_context_transport(own->context, NULL, ids[0], ids, count, &name, reason,
                                  sizeof reason));
+}
+
+static void try_context(void) {
+  fdp_context *context = NULL;
+  setenv("FASTDP_TEST_BAD_PEER", "nobody", 1);
+  CHECK_EQUAL(fdp_context_open(&context), FDP_INVALID_ARGUMENT);
+  unsetenv("FASTDP_TEST_BAD_PEER");
 }
 
 /* One whose opening fails at some call, and that is of no use. */
@@ -131,6 +143,7 @@ static void run_open(run *own, uint64_t seed, bool explains, FILE *trace) {
   if (explains) sim_explain(world);
   sim_trace_to(world, trace);
   own->device_count = choose_transport(world, &own->has_nccl, &forbids);
+  if (sim_choose(world, 8) == 0) try_context();
   CHECK_OK(fdp_context_open(&own->context));
   for (int32_t d = 0; d < own->device_count; ++d) {
     own->devices[d] = sim_device(world, FDP_DEVICE_CUDA, d);
@@ -141,20 +154,45 @@ static void run_open(run *own, uint64_t seed, bool explains, FILE *trace) {
   CHECK_OK(fdp_context_adopt(own->context, own->devices[MAX_DEVICES]));
   if (sim_choose(world, 8) == 0) try_device(own);
   if (forbids && own->device_count > 1) sim_forbid_peer(own->devices[0], own->devices[1]);
-  if (!own->has_nccl || sim_choose(world, 2) == 0) warm_up(own);
-  for (int32_t d = 0; d < own->device_count && sim_choose(world, 2) == 0; ++d) {
+  for (uint64_t i = sim_choose(world, 3); i > 0 && own->has_nccl; --i) warm_up(own, false);
+  if (!own->has_nccl || sim_choose(world, 2) == 0) warm_up(own, true);
+  bool fills = sim_choose(world, 2) == 0;
+  for (int32_t d = 0; d < own->device_count && fills; ++d) {
     CHECK_OK(fdp_pool_debug_fill(fdp_context_pool(own->context, own->devices[d])));
   }
   own->caller_count = 1 + (int32_t)sim_choose(world, MAX_CALLERS);
   for (int32_t i = 0; i < own->caller_count; ++i) {
     own->callers[i].run = own;
     own->callers[i].number = i;
+    fdp_device *host_device = own->devices[MAX_DEVICES];
+    CHECK_OK(host_device->ops->stream_open(host_device, &own->callers[i].host_stream));
   }
+}
+
+/* All is over, so that nothing has to be held: what is stale goes, what is idle is there for whoever
+ * is short of memory, and in the end all can go. */
+static void check_pool(run *own, fdp_device *device) {
+  fdp_pool *pool = fdp_context_pool(own->context, device);
+  fdp_buffer *buffer = NULL;
+  for (int32_t i = 0; i <= FDP_POOL_STALE_GIVES; ++i) {
+    CHECK_OK(fdp_pool_take(pool, 1, NULL, &buffer));
+    CHECK_OK(fdp_pool_give(pool, buffer, NULL));
+    sim_run(own->world);
+  }
+  CHECK_EQUAL(fdp_pool_read_stats(pool).idle_bytes <= FDP_POOL_IDLE_BYTES, true);
+  sim_fill_device(device);
+  CHECK_OK(fdp_pool_take(pool, 1 << 16, NULL, &buffer));
+  CHECK_OK(fdp_pool_give(pool, buffer, NULL));
+  sim_run(own->world);
+  fdp_pool_trim(pool);
+  CHECK_EQUAL(fdp_pool_read_stats(pool).idle_count, 0);
 }
 
 static void run_close(run *own) {
   sim_retire(own->world);
   for (int32_t i = 0; i < own->caller_count; ++i) {
+    fdp_device *host_device = own->devices[MAX_DEVICES];
+    host_device->ops->stream_close(host_device, own->callers[i].host_stream);
     for (int32_t d = 0; d < own->device_count; ++d) {
       for (int32_t k = 0; k < STREAMS_EACH * 2; ++k) {
         fdp_stream *stream = own->callers[i].streams[d][k / 2][k % 2];
@@ -163,11 +201,7 @@ static void run_close(run *own) {
     }
   }
   run_drop_blocks(own);
-  for (int32_t d = 0; d < own->device_count; ++d) { /* all is over, so that nothing is held */
-    fdp_pool *pool = fdp_context_pool(own->context, own->devices[d]);
-    fdp_pool_trim(pool);
-    CHECK_EQUAL(fdp_pool_read_stats(pool).idle_count, 0);
-  }
+  for (int32_t d = 0; d < own->device_count; ++d) check_pool(own, own->devices[d]);
   fdp_context_close(own->context);
   CHECK_EQUAL(sim_open_count(own->world), 0);
   fake_gpu_finish();

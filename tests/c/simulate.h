@@ -44,9 +44,13 @@ typedef struct model_bucket {
   int64_t expected[MAX_SLOTS][MAX_ELEMS];
 } model_bucket;
 
+/* Where home has its input or output: two of them are the host. */
+typedef enum home_place { ON_DEVICE, ON_HOST_STREAM, AT_ONCE } home_place;
+
 typedef struct caller {
   run *run;
   int32_t number;
+  fdp_stream *host_stream;
   fdp_stream *streams[MAX_DEVICES][STREAMS_EACH][2]; /* compute and communication; NULL: not yet */
   /* Of a round: */
   int32_t step_count;
@@ -54,8 +58,8 @@ typedef struct caller {
   int32_t devices[MAX_REPLICAS]; /* of replicas; home is device 0 */
   fdp_stream *compute[MAX_REPLICAS + 1]; /* the last is home's */
   fdp_stream *beside[MAX_REPLICAS + 1];
-  bool input_is_host;
-  bool output_is_host;
+  home_place input;
+  home_place output;
   model_bucket buckets[MAX_BUCKETS];
   int32_t bucket_count;
 } caller;

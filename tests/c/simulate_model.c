@@ -25,7 +25,8 @@ static void place(caller *own) {
   sim *world = own->run->world;
   bool shares = sim_choose(world, 2) == 0, overlaps = sim_choose(world, 4) != 0;
   int32_t numbers[MAX_DEVICES] = {0};
-  own->replica_count = 1 + (int32_t)sim_choose(world, MAX_REPLICAS);
+  uint64_t most = sim_choose(world, 2) == 0 ? 3 : MAX_REPLICAS;
+  own->replica_count = 1 + (int32_t)sim_choose(world, most);
   if (own->replica_count == 1 && sim_choose(world, 4) != 0) own->replica_count = 2;
   for (int32_t r = 0; r < own->replica_count; ++r) {
     bool is_plain = sim_choose(world, 2) == 0; /* each the next device */
@@ -85,8 +86,8 @@ void model_open(caller *own) {
   place(own);
   own->step_count = 1 + (int32_t)sim_choose(world, 3);
   own->bucket_count = 1 + (int32_t)sim_choose(world, MAX_BUCKETS);
-  own->input_is_host = sim_choose(world, 4) == 0;
-  own->output_is_host = sim_choose(world, 4) == 0;
+  own->input = sim_choose(world, 2) == 0 ? ON_DEVICE : (home_place)sim_choose(world, 3);
+  own->output = sim_choose(world, 2) == 0 ? ON_DEVICE : (home_place)sim_choose(world, 3);
   for (int32_t b = 0; b < own->bucket_count; ++b) open_bucket(own, &own->buckets[b]);
 }
 

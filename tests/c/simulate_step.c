@@ -1,8 +1,6 @@
 /* A training step, by the rules of fastdp/streams.py: parameters are broadcast in buckets on
  * communication streams, read by the forward where a bucket has arrived, gradients are summed
  * bucket by bucket while the backward goes on, and the optimizer writes the parameters. */
-#include <string.h>
-
 #include "../../csrc/broadcast.h"
 #include "../../csrc/gather.h"
 #include "../../csrc/reduce.h"
@@ -30,15 +28,36 @@ static bool works(caller *own, fdp_status status, const char *verb) {
   return false;
 }
 
+/* Every other with gaps, which no transport carries as it is. */
 static user_array rows_take(caller *own, int32_t replica, int64_t count) {
   int32_t device = replica == MAX_REPLICAS ? 0 : own->devices[replica];
-  return array_take(own->run, device, own->compute[replica], int64, 1, &count, RIG_ROWS);
+  rig_layout layout = sim_choose(own->run->world, 2) == 0 ? RIG_GAPS : RIG_ROWS;
+  return array_take(own->run, device, own->compute[replica], int64, 1, &count, layout);
 }
 
 static fdp_view host_rows(caller *own, int64_t count) {
-  fdp_view view = {.device = host, .dtype = int64, .ndim = 1, .shape = {count}, .strides = {1}};
-  view.data = run_keep(own->run, (size_t)count * sizeof(int64_t));
+  int64_t stride = 1 + (int64_t)sim_choose(own->run->world, 2);
+  fdp_view view = {.device = host, .dtype = int64, .ndim = 1, .shape = {count},
+                   .strides = {stride}};
+  view.data = run_keep(own->run, (size_t)(count * stride) * sizeof(int64_t));
   return view;
+}
+
+/* Home's input and output: on its device, or in host memory, on a stream or at once. */
+static fdp_view home_rows(caller *own, step *now, step_kind kind, home_place place, int64_t count) {
+  if (place == AT_ONCE) return host_rows(own, count);
+  if (place == ON_DEVICE) {
+    now->whole[kind] = rows_take(own, MAX_REPLICAS, count);
+  } else {
+    rig_layout layout = sim_choose(own->run->world, 2) == 0 ? RIG_GAPS : RIG_ROWS;
+    now->whole[kind] = array_take(own->run, MAX_DEVICES, own->host_stream, int64, 1, &count,
+                                  layout);
+  }
+  return now->whole[kind].view;
+}
+
+static fdp_stream *home_stream(const caller *own, home_place place) {
+  return place == AT_ONCE ? NULL : place == ON_DEVICE ? home_compute(own) : own->host_stream;
 }
 
 static void claim_parts(caller *own, const fdp_view *parts) {
@@ -97,25 +116,18 @@ static bool scatter_input(caller *own, step *now) {
   fdp_view whole, parts[MAX_REPLICAS];
   int64_t rows = now->rows_each * own->replica_count;
   sim_note(in->world, "scatter of the input", 0);
-  if (own->input_is_host) {
-    whole = host_rows(own, rows);
-    memcpy(whole.data, now->input, (size_t)rows * sizeof(int64_t));
-    sim_host_access(in->world, whole.data, rows * (int64_t)sizeof(int64_t), true);
-  } else {
-    now->whole[STEP_INPUT] = rows_take(own, MAX_REPLICAS, rows);
-    whole = now->whole[STEP_INPUT].view;
-    work_fill_rows(own, MAX_REPLICAS, &whole, now->input);
-  }
+  fdp_stream *stream = home_stream(own, own->input);
+  whole = home_rows(own, now, STEP_INPUT, own->input, rows);
+  work_fill_home(own, own->input, &whole, now->input);
   for (int32_t r = 0; r < own->replica_count; ++r) {
     now->parts[STEP_INPUT][r] = rows_take(own, r, now->rows_each);
     parts[r] = now->parts[STEP_INPUT][r].view;
     array_poison(in, &now->parts[STEP_INPUT][r], own->compute[r]);
   }
-  fdp_stream *stream = own->input_is_host ? NULL : home_compute(own);
   fdp_status status = fdp_scatter(in->context, &whole, stream, parts, own->compute,
                                   own->replica_count, 0);
   if (!works(own, status, "scatter")) return false;
-  if (!own->input_is_host) array_poison(in, &now->whole[STEP_INPUT], home_compute(own));
+  if (stream) array_poison(in, &now->whole[STEP_INPUT], stream);
   claim_parts(own, parts);
   return true;
 }
@@ -125,7 +137,7 @@ static bool broadcast_buffer(caller *own, step *now) {
   run *in = own->run;
   fdp_view parts[MAX_REPLICAS];
   now->whole[STEP_BUFFER] = rows_take(own, MAX_REPLICAS, now->rows_each);
-  work_fill_rows(own, MAX_REPLICAS, &now->whole[STEP_BUFFER].view, now->buffer);
+  work_fill_home(own, ON_DEVICE, &now->whole[STEP_BUFFER].view, now->buffer);
   for (int32_t r = 0; r < own->replica_count; ++r) {
     now->parts[STEP_BUFFER][r] = rows_take(own, r, now->rows_each);
     parts[r] = now->parts[STEP_BUFFER][r].view;
@@ -162,27 +174,17 @@ static bool gather_output(caller *own, step *now) {
   fdp_view whole, parts[MAX_REPLICAS];
   int64_t rows = now->rows_each * own->replica_count;
   sim_note(in->world, "gather of the output", 0);
-  if (own->output_is_host) {
-    whole = host_rows(own, rows);
-  } else {
-    now->whole[STEP_OUTPUT] = rows_take(own, MAX_REPLICAS, rows);
-    whole = now->whole[STEP_OUTPUT].view;
-    array_poison(in, &now->whole[STEP_OUTPUT], home_compute(own));
-  }
+  fdp_stream *stream = home_stream(own, own->output);
+  whole = home_rows(own, now, STEP_OUTPUT, own->output, rows);
+  if (stream) array_poison(in, &now->whole[STEP_OUTPUT], stream);
   for (int32_t r = 0; r < own->replica_count; ++r) parts[r] = now->parts[STEP_OUTPUT][r].view;
   fdp_status status = fdp_gather(in->context, parts, own->compute, own->replica_count, &whole,
-                                 own->output_is_host ? NULL : home_compute(own), 0);
+                                 stream, 0);
   if (!works(own, status, "gather")) return false;
   for (int32_t r = 0; r < own->replica_count; ++r) {
     array_poison(in, &now->parts[STEP_OUTPUT][r], own->compute[r]);
   }
-  if (!own->output_is_host) run_claim(in, 0, home_compute(own), &whole);
-  if (own->output_is_host) {
-    sim_host_access(in->world, whole.data, rows * (int64_t)sizeof(int64_t), false);
-    work_check_rows(own, "the output", &whole, now->output);
-  } else {
-    work_check_rows_on(own, "the output", MAX_REPLICAS, &whole, now->output);
-  }
+  work_check_home(own, own->output, "the output", &whole, now->output);
   return true;
 }
 
@@ -192,7 +194,7 @@ static bool scatter_gradient(caller *own, step *now) {
   run *in = own->run;
   fdp_view parts[MAX_REPLICAS];
   now->whole[STEP_ABOVE] = rows_take(own, MAX_REPLICAS, now->rows_each * own->replica_count);
-  work_fill_rows(own, MAX_REPLICAS, &now->whole[STEP_ABOVE].view, now->above);
+  work_fill_home(own, ON_DEVICE, &now->whole[STEP_ABOVE].view, now->above);
   for (int32_t r = 0; r < own->replica_count; ++r) {
     now->parts[STEP_ABOVE][r] = rows_take(own, r, now->rows_each);
     parts[r] = now->parts[STEP_ABOVE][r].view;
@@ -274,7 +276,7 @@ static bool reduce_loss(caller *own, step *now) {
   for (int32_t r = 0; r < own->replica_count; ++r) {
     array_poison(in, &now->parts[STEP_INPUT][r], own->compute[r]);
   }
-  work_check_rows_on(own, "the loss", MAX_REPLICAS, &now->whole[STEP_LOSS].view, now->loss);
+  work_check_home(own, ON_DEVICE, "the loss", &now->whole[STEP_LOSS].view, now->loss);
   return true;
 }
 

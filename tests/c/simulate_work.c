@@ -43,39 +43,54 @@ static void enqueue(piece *work, const char *what, void (*go)(void *argument),
 
 /* --- rows --- */
 
+static void enqueue_home(piece *work, home_place place, const char *what,
+                         void (*go)(void *argument), bool writes) {
+  caller *own = work->own;
+  run *in = own->run;
+  const fdp_view *view = &work->rows;
+  if (place == AT_ONCE) {
+    int64_t size_bytes = ((view->shape[0] - 1) * view->strides[0] + 1) * (int64_t)sizeof(int64_t);
+    sim_host_access(in->world, view->data, size_bytes, writes);
+    go(work);
+    return;
+  }
+  bool is_device = place == ON_DEVICE;
+  sim_work(in->devices[is_device ? 0 : MAX_DEVICES],
+           is_device ? own->compute[MAX_REPLICAS] : own->host_stream, what, go, work, view,
+           writes ? 0 : 1, view, writes ? 1 : 0);
+}
+
 static void run_fill_rows(void *argument) {
   const piece *work = argument;
   for (int64_t i = 0; i < work->rows.shape[0]; ++i) store(&work->rows, i, work->values[i]);
 }
 
-void work_fill_rows(caller *own, int32_t replica, const fdp_view *view, const int64_t *values) {
-  piece *work = piece_open(own, replica);
+void work_fill_home(caller *own, home_place place, const fdp_view *view, const int64_t *values) {
+  piece *work = piece_open(own, MAX_REPLICAS);
   work->rows = *view;
   memcpy(work->values, values, (size_t)view->shape[0] * sizeof *values);
-  enqueue(work, "what is given", run_fill_rows, NULL, 0, view, 1);
-}
-
-void work_check_rows(caller *own, const char *what, const fdp_view *view, const int64_t *values) {
-  for (int64_t i = 0; i < view->shape[0]; ++i) {
-    if (load(view, i) == values[i]) continue;
-    sim_report(own->run->world, "row %lld of %s is %lld, expected %lld", (long long)i, what,
-               (long long)load(view, i), (long long)values[i]);
-    return;
-  }
+  enqueue_home(work, place, "what is given", run_fill_rows, true);
 }
 
 static void run_check_rows(void *argument) {
   const piece *work = argument;
-  work_check_rows(work->own, work->what, &work->rows, work->values);
+  for (int64_t i = 0; i < work->rows.shape[0]; ++i) {
+    if (load(&work->rows, i) == work->values[i]) continue;
+    sim_report(work->own->run->world, "row %lld of %s is %lld, expected %lld", (long long)i,
+               work->what, (long long)load(&work->rows, i), (long long)work->values[i]);
+    return;
+  }
 }
 
-void work_check_rows_on(caller *own, const char *what, int32_t replica, const fdp_view *view,
-                        const int64_t *values) {
-  piece *work = piece_open(own, replica);
+/* And then the owner may write it. */
+void work_check_home(caller *own, home_place place, const char *what, const fdp_view *view,
+                     const int64_t *values) {
+  piece *work = piece_open(own, MAX_REPLICAS);
   work->what = what;
   work->rows = *view;
   memcpy(work->values, values, (size_t)view->shape[0] * sizeof *values);
-  enqueue(work, what, run_check_rows, view, 1, NULL, 0);
+  enqueue_home(work, place, what, run_check_rows, false);
+  if (place == ON_DEVICE) run_claim(own->run, 0, own->compute[MAX_REPLICAS], view);
 }
 
 /* --- the model --- */

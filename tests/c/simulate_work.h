@@ -35,15 +35,15 @@ typedef struct step {
 /* Values, and what comes of them. */
 void step_plan(caller *own, step *now);
 
-/* All on the replica's compute stream; MAX_REPLICAS is home. */
-void work_fill_rows(caller *own, int32_t replica, const fdp_view *view, const int64_t *values);
-void work_check_rows_on(caller *own, const char *what, int32_t replica, const fdp_view *view,
-                        const int64_t *values);
+/* Home's rows, where they are; what is checked at once is checked by the calling thread. */
+void work_fill_home(caller *own, home_place place, const fdp_view *view, const int64_t *values);
+void work_check_home(caller *own, home_place place, const char *what, const fdp_view *view,
+                     const int64_t *values);
+
+/* On the replica's compute stream. */
 void work_forward(caller *own, step *now, int32_t replica, int32_t bucket);
 /* Takes memory for the gradients, and writes them; now and then they are slots of the sum. */
 void work_backward(caller *own, step *now, int32_t replica, int32_t bucket);
 void work_update(caller *own, step *now, int32_t bucket);
-/* Now, by the calling thread. */
-void work_check_rows(caller *own, const char *what, const fdp_view *view, const int64_t *values);
 
 #endif
