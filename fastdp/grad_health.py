@@ -141,7 +141,7 @@ class _Gradients:
 
     def __init__(self, wrapper: Any) -> None:
         if wrapper.device_ids:
-            parameters = wrapper._runtime().replicator.parameters()
+            parameters = wrapper._fastdp_get_runtime().replicator.parameters()
         else:
             parameters = tuple(wrapper.module.parameters())
         gradients = [parameter.grad for parameter in parameters]

@@ -142,7 +142,7 @@ class DataParallel(nn.DataParallel, GradHealth):
             self.module.to(self.src_device_obj)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self._called(None, inputs, kwargs)
+        return self._fastdp_called(None, inputs, kwargs)
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
         """Another method of the module than forward, on the replicas.
@@ -166,7 +166,7 @@ class DataParallel(nn.DataParallel, GradHealth):
         if not callable(attrgetter(method)(self.module)):
             kind = type(self.module).__name__
             raise TypeError(f"method is {method!r}, an attribute of {kind} that cannot be called")
-        return self._called(method, inputs, kwargs)
+        return self._fastdp_called(method, inputs, kwargs)
 
     def warmup(self, *inputs: Any, **kwargs: Any) -> None:
         """Prepares for forwards like this one, whose outputs are dropped: libraries make their
@@ -214,20 +214,22 @@ class DataParallel(nn.DataParallel, GradHealth):
         """
         return Trace(path, self.report)
 
-    def _called(
+    def _fastdp_called(
         self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]
     ) -> Any:
         if "torch._dynamo" in sys.modules:
             # torch.compile of something around this wrapper stops at its edge: neither the moves
             # nor replicas on several threads can be traced.
             return _untraced_run()(self, method, inputs, kwargs)
-        return self._run(method, inputs, kwargs)
+        return self._fastdp_run(method, inputs, kwargs)
 
-    def _run(self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    def _fastdp_run(
+        self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]
+    ) -> Any:
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             if not self.device_ids or self.__dict__.get("_is_replica"):
                 # As a part of a replica of something else, this wrapper's work is done already.
-                return self._direct(method, unmarked(inputs), unmarked(kwargs))
+                return self._fastdp_direct(method, unmarked(inputs), unmarked(kwargs))
             if _torch_compat.inside_function_transform():
                 raise RuntimeError(
                     "DataParallel cannot run inside a torch.func transform (grad, vjp, jvp, vmap): "
@@ -237,7 +239,7 @@ class DataParallel(nn.DataParallel, GradHealth):
             whole = None
             if self.engine != "eager" and can_be_known_whole(self, method):
                 # A recorded step that is known by its arguments as they are cuts them itself.
-                engine = self._engine()
+                engine = self._fastdp_get_engine()
                 whole = engine.whole_of(self.module, inputs, kwargs, self.dim)
                 if whole is not None:
                     outputs = engine.shortcut(self.module, whole, self.dim)
@@ -251,40 +253,44 @@ class DataParallel(nn.DataParallel, GradHealth):
             if len(self.device_ids) == 1:
                 check_home(tensors_of(self.module), self.src_device_obj)
                 if self.engine == "eager":
-                    return self._direct(method, rows[0], named[0])
+                    return self._fastdp_direct(method, rows[0], named[0])
 
             def eager() -> Any:
                 if len(self.device_ids) == 1:
-                    return self._alone(rows, named, method)
-                return self._runtime().forward(lambda: self._gathered(rows, named, method))
+                    return self._fastdp_alone(rows, named, method)
+                return self._fastdp_get_runtime().forward(
+                    lambda: self._fastdp_gathered(rows, named, method)
+                )
 
             if self.engine == "eager":
                 return eager()
             obstacle = find_obstacle(self, method)
-            return self._engine().forward(
+            return self._fastdp_get_engine().forward(
                 self.module, rows, named, self.dim, obstacle, eager, whole
             )
 
-    def _engine(self) -> Any:
-        return self._runtime().engine_of(environment.engine(self.engine))
+    def _fastdp_get_engine(self) -> Any:
+        return self._fastdp_get_runtime().engine_of(environment.engine(self.engine))
 
-    def _alone(self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str]) -> Any:
-        with self._runtime().watching([self.module]):
-            return self._direct(method, rows[0], named[0])
+    def _fastdp_alone(
+        self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str]
+    ) -> Any:
+        with self._fastdp_get_runtime().watching([self.module]):
+            return self._fastdp_direct(method, rows[0], named[0])
 
-    def _direct(self, method: Optional[str], inputs: Any, kwargs: Any) -> Any:
+    def _fastdp_direct(self, method: Optional[str], inputs: Any, kwargs: Any) -> Any:
         """By the module itself, as the only replica."""
         target = self.module if method is None else attrgetter(method)(self.module)
         output = target(*inputs, **kwargs)
         return output if self.gather_outputs else [output]
 
-    def _gathered(
+    def _fastdp_gathered(
         self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str] = None
     ) -> Any:
         """From cut arguments to the joined output; the replicas' `method`, or their forward."""
-        return self._joined(self._run_replicas(rows, named, method), rows, named)
+        return self._fastdp_joined(self._fastdp_run_replicas(rows, named, method), rows, named)
 
-    def _run_replicas(
+    def _fastdp_run_replicas(
         self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str]
     ) -> List[Any]:
         """In a frame of its own: none but user code holds a replica once it returns."""
@@ -293,24 +299,24 @@ class DataParallel(nn.DataParallel, GradHealth):
         if method is not None:
             with phase("parallel_apply"):
                 return self.parallel_apply(list(map(attrgetter(method), replicas)), rows, named)
-        with self._runtime().watching(replicas), phase("parallel_apply"):
+        with self._fastdp_get_runtime().watching(replicas), phase("parallel_apply"):
             return self.parallel_apply(replicas, rows, named)
 
-    def _joined(self, outputs: List[Any], rows: Sequence[Any], named: Sequence[Any]) -> Any:
+    def _fastdp_joined(self, outputs: List[Any], rows: Sequence[Any], named: Sequence[Any]) -> Any:
         if options.loss_weighting(self.loss_weighting) is not None:
             outputs = weigh(outputs, rows, named, self.dim)
         if self.gather_outputs:
             with phase("gather"):
                 return self.gather(outputs, self.output_device)
-        return anchored(list(outputs), self._runtime().tokens())
+        return anchored(list(outputs), self._fastdp_get_runtime().tokens())
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> List[nn.Module]:
         """The replicas of this forward, one per device, filled with copies of the module's tensors
         as they are now. For the wrapped module on the wrapper's own devices they are kept and
         refreshed; for anything else they are new."""
-        runtime = self._runtime()
+        runtime = self._fastdp_get_runtime()
         devices = runtime.parsed(device_ids)
-        if runtime.serves(module, devices, self._options()):
+        if runtime.serves(module, devices, self._fastdp_move_options()):
             return runtime.replicas(len(devices))
         return replicate(module, device_ids, not torch.is_grad_enabled())
 
@@ -324,24 +330,22 @@ class DataParallel(nn.DataParallel, GradHealth):
             surprises = self.__dict__.get("_fastdp_surprises")
             if surprises is None:
                 surprises = self.__dict__.setdefault("_fastdp_surprises", Surprises())
-        return scatter_arguments(inputs, kwargs, devices, self.dim, self._rules(), surprises)
+        return scatter_arguments(inputs, kwargs, devices, self.dim, self._fastdp_rules(), surprises)
 
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> List[Any]:
         """Each replica's output, run on the wrapper's own threads."""
-        runtime = self._runtime()
+        runtime = self._fastdp_get_runtime()
         devices = runtime.parsed(self.device_ids[: len(replicas)])
-        return apply_modules(
-            runtime.teams, replicas, inputs, kwargs, devices, self.sequential
-        )
+        return apply_modules(runtime.teams, replicas, inputs, kwargs, devices, self.sequential)
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
         """The replicas' outputs joined on one device."""
         device = parse_device(output_device, "output_device")
-        return gather_tree(list(outputs), device, self.dim, self._runtime().tokens())
+        return gather_tree(list(outputs), device, self.dim, self._fastdp_get_runtime().tokens())
 
-    def _rules(self) -> Rules:
+    def _fastdp_rules(self) -> Rules:
         if (
             self.chunk_sizes is None
             and self.loss_weighting is None
@@ -352,16 +356,16 @@ class DataParallel(nn.DataParallel, GradHealth):
         sized = self.loss_weighting is not None
         return Rules(self.chunk_sizes, self.split_lists, self.replicate_scalars, sized)
 
-    def _options(self) -> Tuple[int, str, Optional[str]]:
+    def _fastdp_move_options(self) -> Tuple[int, str, Optional[str]]:
         return self.bucket_bytes, self.unused_grad, self.transport
 
-    def _runtime(self) -> Runtime:
+    def _fastdp_get_runtime(self) -> Runtime:
         runtime = self.__dict__.get("_fastdp_runtime")
         if runtime is None:
             devices = parse_devices(self.device_ids, "device_ids")
         else:
             devices = runtime.parsed(self.device_ids)
-        options = self._options()
+        options = self._fastdp_move_options()
         if runtime is None or not runtime.serves(self.module, devices, options):
             with MAKING:
                 runtime = self.__dict__.get("_fastdp_runtime")
@@ -402,5 +406,5 @@ _untraced: Any = None
 def _untraced_run() -> Any:
     global _untraced
     if _untraced is None:
-        _untraced = torch.compiler.disable(DataParallel._run)
+        _untraced = torch.compiler.disable(DataParallel._fastdp_run)
     return _untraced

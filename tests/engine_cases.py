@@ -74,7 +74,7 @@ class Means:
     def wrap(self, module, engine="graph", cls=fastdp.DataParallel, **options):
         wrapped = cls(module.to(self.home), list(self.ids), engine=engine, **options)
         if self.on_host and engine != "eager":
-            wrapped._runtime().recorder = Recorder()
+            wrapped._fastdp_get_runtime().recorder = Recorder()
         return wrapped
 
     def twins(self, module, engine="graph", **options):

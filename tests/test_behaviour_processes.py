@@ -196,7 +196,7 @@ def test_nothing_that_holds_a_gpu_is_destroyed_in_a_forked_child():
 
         dp = wrap()
         dp(x)
-        replicator = dp._runtime().replicator
+        replicator = dp._fastdp_get_runtime().replicator
         replicator._plans["event"] = Event()
         replicator._idle.append(Event())
         kept = threading.Event()

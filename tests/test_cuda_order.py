@@ -178,7 +178,7 @@ def trained(monkeypatch, way, around=contextlib.nullcontext, **options):
 
 
 def buckets_of(dp):
-    plans = dp._runtime().replicator._plans.values()
+    plans = dp._fastdp_get_runtime().replicator._plans.values()
     return max(len(plan.buckets) for plan in plans)
 
 

@@ -105,7 +105,7 @@ def test_the_patched_class(means, monkeypatch):
     with fastdp.patch():
         wrapped = nn.DataParallel(layers().to(means.home), list(means.ids))
         if means.on_host:
-            wrapped._runtime().recorder = Recorder()
+            wrapped._fastdp_get_runtime().recorder = Recorder()
         plain = means.wrap(copy.deepcopy(wrapped.module), "eager")
         for seed in range(AHEAD + 3):
             identical(wrapped(rows(means, seed)), plain(rows(means, seed)))

@@ -56,8 +56,8 @@ def rows(means, seed=0, batch=6):
 
 def clocked(means, function=lambda m, x: m.lin(x)):
     dp = means.wrap(Apply(function), "auto")
-    dp._runtime().recorder = Clocked()
-    return dp, dp._runtime().recorder
+    dp._fastdp_get_runtime().recorder = Clocked()
+    return dp, dp._fastdp_get_runtime().recorder
 
 
 def step(dp, clock, graph_ms, eager_ms, x):
@@ -207,7 +207,7 @@ def test_a_dropped_recording_gives_its_memory_back(means, monkeypatch):
     for seed in range(AHEAD + 1):
         output = dp(rows(means, seed))
         output.sum().backward()
-    (entry,) = dp._runtime()._engine._entries.values()
+    (entry,) = dp._fastdp_get_runtime()._engine._entries.values()
     reference = weakref.ref(entry.recording)
     for seed in range(AHEAD + 1):
         dp(rows(means, seed, 8)).sum().backward()

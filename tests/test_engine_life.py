@@ -32,7 +32,7 @@ def test_options_of_the_wrapper(means, name, value):
     for dp in twins.both:
         setattr(dp, name, value)
     if means.on_host:
-        twins.recorded._runtime().recorder = Recorder()
+        twins.recorded._fastdp_get_runtime().recorder = Recorder()
     for seed in range(AHEAD + 1):
         twins.step(rows(means, seed))
     assert twins.recorded.report()["forwards"][-1]["engine"] == "graph"
@@ -62,7 +62,7 @@ def test_copies_have_no_recordings(means, way):
     made = copy.deepcopy(dp) if way == "deepcopy" else pickle.loads(pickle.dumps(dp))
     assert made.engine == "auto" and made.report()["forwards"] == []
     if means.on_host:
-        made._runtime().recorder = Recorder()
+        made._fastdp_get_runtime().recorder = Recorder()
     other = means.wrap(copy.deepcopy(twins.eager.module), "eager")
     for seed in range(SETTLED + 1):
         identical(made(rows(means, seed)), other(rows(means, seed)))
@@ -74,7 +74,7 @@ def test_a_dropped_wrapper_takes_its_recordings_along(means):
     dp = means.wrap(Scaled())
     for seed in range(AHEAD + 1):
         dp(rows(means, seed)).sum().backward()
-    (entry,) = dp._runtime()._engine._entries.values()
+    (entry,) = dp._fastdp_get_runtime()._engine._entries.values()
     references = [weakref.ref(entry.recording), weakref.ref(dp), weakref.ref(dp.module)]
     del dp, entry
     gc.collect()
@@ -102,7 +102,7 @@ def test_a_module_that_is_replaced(means):
         torch.manual_seed(6)
         dp.module = Apply(lambda m, x: m.lin(x[:, :3])).to(means.home)
     if means.on_host:
-        twins.recorded._runtime().recorder = Recorder()
+        twins.recorded._fastdp_get_runtime().recorder = Recorder()
     for seed in range(AHEAD + 2):
         identical(*[dp(rows(means, seed)) for dp in twins.both])
     twins.ran(eager=AHEAD, graph=2)

@@ -360,7 +360,7 @@ def test_a_recorder_that_fails(means):
 
     torch.manual_seed(0)
     twins = Twins(means, nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double(), "auto")
-    twins.recorded._runtime().recorder = Failing()
+    twins.recorded._fastdp_get_runtime().recorder = Failing()
     for seed in range(SETTLED + 2):
         twins.step(rows(means, seed))
     twins.ran(eager=SETTLED + 2)

@@ -301,8 +301,8 @@ def test_a_call_holds_no_replica(fast):
     dp = fast.wrap(Model(), 2)
     for _ in range(3):
         dp.call("generate", ints(4, 3))
-        assert dp._runtime().replicator._lent == []
-    assert len(dp._runtime().replicator._idle) == 1
+        assert dp._fastdp_get_runtime().replicator._lent == []
+    assert len(dp._fastdp_get_runtime().replicator._idle) == 1
 
 
 @row("F3")

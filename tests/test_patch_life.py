@@ -28,7 +28,7 @@ def test_undo_keeps_what_was_made_on_fastdp(fast):
         explicit = fastdp.DataParallel(Net().to(fast.home), fast.ids(2))
         wrapped(ints(4, 3)).sum().backward()
         assert handle.active
-    assert not handle.active and not hasattr(nn.DataParallel, "_runtime")
+    assert not handle.active and not hasattr(nn.DataParallel, "_fastdp_get_runtime")
     for kept in (wrapped, explicit, copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
         assert type(kept) is Fast
         kept.zero_grad()
@@ -91,7 +91,7 @@ def test_the_report_says_where_there_was_no_gpu(patched):
 
 
 def is_patched():
-    return "_runtime" in vars(nn.DataParallel) and fastdp.DataParallel is nn.DataParallel
+    return "_fastdp_get_runtime" in vars(nn.DataParallel) and fastdp.DataParallel is nn.DataParallel
 
 
 def test_again_changes_nothing(patched):

@@ -203,7 +203,7 @@ def test_in_line_has_one_bucket_for_all(gpus, hidden):
     module = Net()
     dp = fastdp.DataParallel(module, device_ids=["cpu"] * 2)
     dp(torch.ones(4, 3).double())
-    plan = dp._runtime().replicator._plans[2, True]
+    plan = dp._fastdp_get_runtime().replicator._plans[2, True]
     assert plan.communication.apart is hidden
     kinds = {(bucket.dtype, bucket.requires_grad) for bucket in plan.buckets}
     assert len(plan.buckets) == len(kinds) == 3

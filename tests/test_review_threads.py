@@ -76,14 +76,14 @@ def test_threads_that_make_the_runtime_at_once_share_it(fast):
     both_looked, looked, got = threading.Barrier(2), threading.local(), []
 
     class Slow(fast.api.DataParallel):
-        def _options(self):
+        def _fastdp_move_options(self):
             if not hasattr(looked, "already"):
                 looked.already = True
                 both_looked.wait(20)
-            return super()._options()
+            return super()._fastdp_move_options()
 
-        def _runtime(self):
-            got.append(super()._runtime())
+        def _fastdp_get_runtime(self):
+            got.append(super()._fastdp_get_runtime())
             return got[-1]
 
     dp = fast.wrap_as(Slow, PartlyUsed(), 2)
