@@ -1,0 +1,32 @@
+/* One simulated world from its beginning to its end. */
+#ifndef FDP_TEST_SIMULATE_WORLD_H
+#define FDP_TEST_SIMULATE_WORLD_H
+
+#include <stdio.h>
+
+#include "simulate.h"
+
+typedef struct world_totals {
+  int64_t worlds;
+  int64_t schedules;
+  int64_t several;
+  int64_t failures;
+  int64_t policies[SIM_POLICY_COUNT];
+  int64_t sweeps;
+} world_totals;
+
+/* What one world came to. */
+typedef struct world_outcome {
+  uint64_t trace_hash;
+  int64_t call_count;
+  char report[2000]; /* empty: nothing was wrong */
+} world_outcome;
+
+/* `failing_call`: 0 for failures by chance; else of one round that call, and -1 for none. What was
+ * done is added to `sums`. Writes its trace if there is a file for it. */
+world_outcome world_play(uint64_t seed, bool explains, FILE *trace, int64_t failing_call,
+                         world_totals *sums);
+/* Of the one that runs, or ran last. */
+uint64_t world_seed(void);
+
+#endif
