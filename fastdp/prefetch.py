@@ -146,9 +146,7 @@ class _Feed:
     def start(self, loader: Iterator[Any], stager: Stager) -> None:
         streams = [torch.cuda.current_stream(device) for device in self._gpus]
         self._work = _Work(loader, stager, streams, self._permits, self._ready)
-        self._thread = threading.Thread(
-            target=ThreadState().run, args=(self._work,), name="fastdp-prefetch", daemon=True
-        )
+        self._thread = threading.Thread(target=self._work.run, name="fastdp-prefetch", daemon=True)
         _feeds.add(self)
         self._thread.start()
 
@@ -210,21 +208,25 @@ class _Work:
         self._loader = loader
         self._stager = stager
         self._streams = streams
+        self._state = ThreadState()
         self._permits = permits
         self._ready = ready
 
-    def __call__(self) -> None:
+    def run(self) -> None:
         try:
-            if self._streams:
-                torch.cuda.set_device(self._streams[0].device)
-                with current(self._streams):
-                    self._fill()
-            else:
-                self._fill()
+            self._state.run(self._run_here)
         except BaseException as error:  # whatever it is, it belongs to the thread that iterates
             self._ready.put(_End(error))
         else:
             self._ready.put(_End(None))
+
+    def _run_here(self) -> None:
+        if not self._streams:
+            self._fill()
+            return
+        torch.cuda.set_device(self._streams[0].device)
+        with current(self._streams):
+            self._fill()
 
     def _fill(self) -> None:
         try:

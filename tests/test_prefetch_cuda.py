@@ -30,16 +30,17 @@ def ids(request):
 
 
 class Late(nn.Module):
-    """Holds its GPU up before and after it reads its input, and spoils memory that is free."""
+    """Holds its GPU up before and after it reads its input."""
 
-    def __init__(self, module):
+    def __init__(self, module, cycles=HOLD_CYCLES // 8):
         super().__init__()
         self.module = module
+        self.cycles = cycles
 
     def forward(self, x):
-        torch.cuda._sleep(HOLD_CYCLES // 8)
+        torch.cuda._sleep(self.cycles)
         out = self.module(x)
-        torch.cuda._sleep(HOLD_CYCLES // 8)
+        torch.cuda._sleep(self.cycles)
         return out
 
 
@@ -86,8 +87,7 @@ def late_copies(monkeypatch):
             spoilt = torch.empty_like(part, device=device).fill_(float("nan"))
             del spoilt
             torch.cuda._sleep(HOLD_CYCLES // 4)
-        result = from_host(part, device, sources)
-        return result
+        return from_host(part, device, sources)
 
     monkeypatch.setattr(staging, "_from_host", late)
 
@@ -142,11 +142,12 @@ def test_the_host_runs_at_most_depth_batches_ahead_of_the_gpus(ids):
     """So memory does not grow with how far it might run."""
     home = torch.device("cuda", ids[0])
     rows, width = 4096, 1024
-    module = Late(nn.Linear(width, 1)).to(home)
+    module = Late(nn.Linear(width, 1), 2 * HOLD_CYCLES).to(home)
     dp = fastdp.DataParallel(module, ids)
-    load = (torch.randn(rows, width) for _ in range(24))
+    batch = torch.randn(rows, width).pin_memory()
+    load = [batch] * 24  # a step takes the GPU 40 ms, a batch far less
     with torch.no_grad():
-        dp(torch.randn(rows, width))
+        dp(batch)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(home)
         before = torch.cuda.memory_allocated(home)
