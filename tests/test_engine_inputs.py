@@ -324,6 +324,19 @@ def test_inputs_that_need_gradients(means):
     twins.ran(eager=AHEAD, graph=4)
 
 
+def test_gradients_of_inputs_that_are_kept(means):
+    """They are the user's: later steps do not write there."""
+    dp = means.wrap(Apply(lambda m, x: torch.tanh(m.lin(x))))
+    kept = []
+    for seed in range(AHEAD + 4):
+        leaf = noise(means, 6, 3, seed=seed).requires_grad_()
+        (gradient,) = torch.autograd.grad((dp(leaf) ** 2).sum(), leaf)
+        kept.append((gradient, gradient.clone()))
+    for gradient, value in kept:
+        assert torch.equal(gradient, value)
+    assert steps(dp) == {"eager": AHEAD, "graph": 4}
+
+
 def test_inputs_of_a_frozen_module(means):
     """Only the input learns, as where one looks for adversarial samples."""
     twins = Twins(means, Apply(lambda m, x: torch.tanh(m.lin(x))), optimizer=False)
