@@ -15,6 +15,7 @@ import concurrent.futures
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,9 +23,6 @@ import time
 from typing import Dict, List, NamedTuple, Optional, Set, Tuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-CSRC = ROOT / "csrc"
-TESTS = ROOT / "tests" / "c"
-MAKE = ["make", "-s", "-C", str(TESTS), "-f", "simulate.mk", "BUILD=build/mutation"]
 
 # Through the table of a device.
 TABLE = {
@@ -171,11 +169,17 @@ def sites_of(path: pathlib.Path) -> List[Site]:
 
 
 class Build:
-    """How the simulation is compiled and linked, as tests/c/simulate.mk says."""
+    """The simulation, compiled and linked as tests/c/simulate.mk says, from a copy of the sources:
+    nobody's edits come between."""
 
-    def __init__(self) -> None:
-        subprocess.run([*MAKE, "-j2"], check=True)
-        lines = subprocess.run([*MAKE, "flags"], check=True, capture_output=True, text=True).stdout
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.csrc = folder / "csrc"
+        self.tests = folder / "tests" / "c"
+        for name in ("csrc", "kernels", "tests/c"):
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("build"))
+        make = ["make", "-s", "-C", str(self.tests), "-f", "simulate.mk"]
+        subprocess.run([*make, "-j2"], check=True)
+        lines = subprocess.run([*make, "flags"], check=True, capture_output=True, text=True).stdout
         flags, objects, link = lines.splitlines()
         self.flags = [flag for flag in shlex.split(flags) if not flag.startswith("-W")]
         self.objects = objects.split()
@@ -183,19 +187,19 @@ class Build:
 
     def make(self, site: Site, folder: pathlib.Path) -> Optional[pathlib.Path]:
         """The program without that call; None if it does not compile."""
-        source = (CSRC / site.file).read_text()
+        source = (self.csrc / site.file).read_text()
         copy = folder / site.file
         copy.write_text(source[:site.start] + site.replacement + source[site.end:])
         made = folder / "mutant.o"
         program = folder / "simulate"
-        compiled = subprocess.run(["gcc", *self.flags, "-w", "-iquote", str(CSRC), "-c", str(copy),
-                                   "-o", str(made)], capture_output=True, text=True)
+        compiled = subprocess.run(["gcc", *self.flags, "-w", "-iquote", str(self.csrc), "-c",
+                                   str(copy), "-o", str(made)], capture_output=True, text=True)
         if compiled.returncode != 0:
             print(compiled.stderr, file=sys.stderr)
             return None
         own = f"csrc/{site.file[:-2]}.o"
         objects = [str(made) if name.endswith(own) else name for name in self.objects]
-        subprocess.run(["gcc", "-g", *objects, *self.link, "-o", str(program)], cwd=TESTS,
+        subprocess.run(["gcc", "-g", *objects, *self.link, "-o", str(program)], cwd=self.tests,
                        check=True)
         return program
 
@@ -203,17 +207,15 @@ class Build:
 def catch(program: pathlib.Path, schedules: int) -> Tuple[Optional[str], float]:
     """What the simulation says of the mutant; None if it says nothing."""
     start = time.monotonic()
-    for options in (["--schedules", str(schedules)],
-                    ["--sweep", "--schedules", str(2 * schedules), "--seed", "1000"]):
-        try:
-            run = subprocess.run([str(program), *options, "--brief"], capture_output=True,
-                                 text=True, timeout=300)
-        except subprocess.TimeoutExpired:
-            return "did not end", time.monotonic() - start
-        if run.returncode != 0:
-            text = " ".join(run.stderr.split())
-            return text.split(" replay:")[0], time.monotonic() - start
-    return None, time.monotonic() - start
+    try:
+        run = subprocess.run([str(program), "--schedules", str(schedules), "--brief"],
+                             capture_output=True, text=True, timeout=600)
+    except subprocess.TimeoutExpired:
+        return "did not end", time.monotonic() - start
+    seconds = time.monotonic() - start
+    if run.returncode == 0:
+        return None, seconds
+    return " ".join(run.stderr.split()).split(" replay:")[0], seconds
 
 
 def try_site(build: Build, site: Site, schedules: int) -> Tuple[Optional[str], float]:
@@ -224,35 +226,10 @@ def try_site(build: Build, site: Site, schedules: int) -> Tuple[Optional[str], f
         return catch(program, schedules)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--list", action="store_true", help="print the calls, and stop")
-    parser.add_argument("--file", help="only the calls of this file")
-    parser.add_argument("--only", type=int, nargs="+", help="only these numbers of the list")
-    parser.add_argument("--schedules", type=int, default=20000,
-                        help="after which a mutant has survived (default: %(default)s, and twice "
-                        "as many with a failing call)")
-    chosen = parser.parse_args()
-    files = sorted(path for path in CSRC.glob("*.c") if not BACKENDS.match(path.name))
-    sites = [site for path in files if not SEAM.match(path.name) for site in sites_of(path)]
-    seam = [site for path in files if SEAM.match(path.name) for site in sites_of(path)]
-    seam = [site for site in seam if "ops->" in site.text or "users[" in site.text]
-    print(f"{len(sites)} calls wait, record, synchronise, retire or keep alive; "
-          f"{len(seam)} more in the seam are not simulated", flush=True)
-    if chosen.list:
-        for number, site in enumerate(sites):
-            print(f"{number}: {site.file}:{site.line}: {site.kind}: {site.text} -> "
-                  f"{site.replacement}")
-        for site in seam:
-            print(f"seam: {site.file}:{site.line}: {site.kind}: {site.text}")
-        return 0
-    picked = [number for number, site in enumerate(sites)
-              if (not chosen.only or number in chosen.only)
-              and (not chosen.file or site.file == chosen.file)]
-    build = Build()
+def run(build: Build, sites: List[Site], picked: List[int], schedules: int) -> int:
     survivors = []
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda number: try_site(build, sites[number], chosen.schedules), picked)
+        results = pool.map(lambda number: try_site(build, sites[number], schedules), picked)
         for number, (found, seconds) in zip(picked, results):
             site = sites[number]
             print(f"{number}: {site.file}:{site.line}: {site.text[:80]}: "
@@ -261,6 +238,35 @@ def main() -> int:
                 survivors.append(number)
     print(f"{len(picked)} mutants, {len(picked) - len(survivors)} caught, survivors: {survivors}")
     return min(len(survivors), 100)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--list", action="store_true", help="print the calls, and stop")
+    parser.add_argument("--file", help="only the calls of this file")
+    parser.add_argument("--only", type=int, nargs="+", help="only these numbers of the list")
+    parser.add_argument("--schedules", type=int, default=60000,
+                        help="after which a mutant has survived (default: %(default)s)")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        build = Build(pathlib.Path(name))
+        files = sorted(path for path in build.csrc.glob("*.c") if not BACKENDS.match(path.name))
+        sites = [site for path in files if not SEAM.match(path.name) for site in sites_of(path)]
+        seam = [site for path in files if SEAM.match(path.name) for site in sites_of(path)]
+        seam = [site for site in seam if "ops->" in site.text]
+        print(f"{len(sites)} calls wait, record, synchronise, retire or keep alive; "
+              f"{len(seam)} more in the seam are not simulated", flush=True)
+        if chosen.list:
+            for number, site in enumerate(sites):
+                print(f"{number}: {site.file}:{site.line}: {site.kind}: {site.text} -> "
+                      f"{site.replacement}")
+            for site in seam:
+                print(f"seam: {site.file}:{site.line}: {site.kind}: {site.text}")
+            return 0
+        picked = [number for number, site in enumerate(sites)
+                  if (not chosen.only or number in chosen.only)
+                  and (not chosen.file or site.file == chosen.file)]
+        return run(build, sites, picked, chosen.schedules)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
  * every order that is legal, and calls fail in between. A step of a thread is one schedule. The
  * exit status is 0 if nothing was wrong; else what was is printed, with the line that repeats it.
  *
- *   simulate [--seed N] [--worlds N] [--schedules N] [--seconds N] [--twice N] [--sweep]
- *            [--trace FILE] [--brief]
+ *   simulate [--seed N] [--worlds N] [--schedules N] [--seconds N] [--twice N]
+ *            [--sweep [--every N]] [--trace FILE] [--brief]
  *
  * --seed: of the first world; --worlds, --schedules, --seconds: when to stop, whichever is first;
  * --twice: every N-th world runs a second time and must leave the same trace; --sweep: worlds of
- * one round, once for each call of a device, which fails; --trace: what was enqueued and run, as
- * text; --brief: no stacks. */
+ * one round, once for each call of a device (each N-th), which fails; --trace: what was enqueued
+ * and run, as text; --brief: no stacks. */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,6 +27,7 @@ typedef struct options {
   int64_t schedules;
   int64_t seconds;
   int64_t twice;
+  int64_t every;
   bool sweeps;
   bool is_brief;
   const char *trace;
@@ -88,7 +89,7 @@ static bool is_wrong(const options *chosen, uint64_t seed, const world_outcome *
 static bool sweep(const options *chosen, uint64_t seed, world_totals *sums) {
   world_outcome clean = world_play(seed, false, NULL, -1, sums);
   if (is_wrong(chosen, seed, &clean, -1)) return false;
-  for (int64_t call = 1; call <= clean.call_count; ++call) {
+  for (int64_t call = clean.first_call; call <= clean.call_count; call += chosen->every) {
     world_outcome result = world_play(seed, false, NULL, call, sums);
     if (is_wrong(chosen, seed, &result, call)) return false;
     sums->sweeps += 1;
@@ -127,6 +128,7 @@ static int read_options(int argument_count, char **arguments, options *chosen) {
     else if (strcmp(name, "--schedules") == 0) chosen->schedules = number;
     else if (strcmp(name, "--seconds") == 0) chosen->seconds = number;
     else if (strcmp(name, "--twice") == 0) chosen->twice = number;
+    else if (strcmp(name, "--every") == 0) chosen->every = number > 0 ? number : 1;
     else if (strcmp(name, "--trace") == 0) chosen->trace = value;
     else {
       fprintf(stderr, "unknown option %s\n", name);
@@ -143,7 +145,7 @@ static bool goes_on(const options *chosen, const world_totals *sums, double seco
 }
 
 int main(int argument_count, char **arguments) {
-  options chosen = {.seed = 1};
+  options chosen = {.seed = 1, .every = 1};
   world_totals sums = {0};
   program = arguments[0];
   if (read_options(argument_count, arguments, &chosen) != 0) return 2;

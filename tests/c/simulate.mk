@@ -8,8 +8,8 @@ BUILD ?= build/sim
 SCHEDULES ?= 1000000
 SEED ?= 1
 # As in the Makefile, and pools that give back early; buckets are small.
-LIMITS := -DFDP_PEER_SHARDED_BYTES=384 -DFDP_PEER_CHUNK_BYTES=256 -DFDP_RELAY_CHUNK_BYTES=192 \
-          -DFDP_PEER_CHECK_BYTES=1024 -DFDP_POOL_IDLE_BYTES=2048 -DFDP_POOL_STALE_GIVES=16
+LIMITS := -DFDP_PEER_SHARDED_BYTES=384 -DFDP_PEER_CHUNK_BYTES=256 -DFDP_PEER_DIRECT_BYTES=320 \
+          -DFDP_RELAY_CHUNK_BYTES=192 -DFDP_PEER_CHECK_BYTES=1024 -DFDP_POOL_IDLE_BYTES=2048 -DFDP_POOL_STALE_GIVES=16
 FLAGS := -std=c11 -D_GNU_SOURCE -g -O2 -pthread -fno-pie -fno-optimize-sibling-calls $(LIMITS) \
          -Wall -Wextra -Wpedantic -Wshadow -Wconversion $(EXTRA)
 CORE := $(filter-out $(wildcard $(addprefix $(ROOT)/csrc/,py_*.c *cuda*.c)), \
@@ -39,10 +39,14 @@ flags:
 	@echo '$(LINK)'
 
 short: $(BUILD)/simulate
-	$(BUILD)/simulate --schedules 4000 --twice 10
-	$(BUILD)/simulate --sweep --worlds 3 --brief
+	$(BUILD)/simulate --schedules 20000 --twice 10
+	$(BUILD)/simulate --sweep --every 10 --worlds 10 --seed 2000 --brief
+	$(BUILD)/simulate --worlds 3 --brief --trace $(BUILD)/trace-1 > $(BUILD)/trace.log
+	$(BUILD)/simulate --worlds 3 --brief --trace $(BUILD)/trace-2 > $(BUILD)/trace.log
+	cmp $(BUILD)/trace-1 $(BUILD)/trace-2
 long: $(BUILD)/simulate
 	$(BUILD)/simulate --schedules $(SCHEDULES) --seed $(SEED) --twice 100
+	$(BUILD)/simulate --sweep --worlds 100 --seed $(SEED) --brief
 
 -include $(OBJECTS:.o=.d)
 .PHONY: flags short long

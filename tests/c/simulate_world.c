@@ -212,6 +212,7 @@ world_outcome world_play(uint64_t seed, bool explains, FILE *trace, int64_t fail
   current_seed = seed;
   fake_nccl_get()->set_watch(watch_groups);
   run_open(&own, seed, explains, trace);
+  result.first_call = sim_call_count(own.world) + 1;
   int32_t rounds = failing_call == 0 ? ROUNDS : failing_call < 0 ? 1 : 2;
   if (failing_call > 0) {
     own.armed_count = 1;

@@ -18,7 +18,8 @@ typedef struct world_totals {
 /* What one world came to. */
 typedef struct world_outcome {
   uint64_t trace_hash;
-  int64_t call_count;
+  int64_t first_call; /* of the first round */
+  int64_t call_count; /* after it */
   char report[2000]; /* empty: nothing was wrong */
 } world_outcome;
 
