@@ -148,7 +148,7 @@ class _Gradients:
         self.parameters = [p for p, gradient in zip(parameters, gradients) if gradient is not None]
         self.all: List[torch.Tensor] = [each for each in gradients if each is not None]
         self._dense = [each for each in self.all if each.layout == torch.strided]
-        self._flats = joined(wrapper.module, self._dense)
+        self._flats = joined(wrapper, self._dense)
         self._sparse = [each for each in self.all if each.layout != torch.strided]
 
     def norm(self, order: float) -> torch.Tensor:
