@@ -8,11 +8,14 @@ runs.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 import threading
+import time
 import traceback
 import weakref
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Set, Tuple
 
 from . import _C
 from .hints import hint
@@ -176,16 +179,41 @@ class Team:
     __del__ = dismiss
 
 
+# Threads that run a replica, by their identities.
+_busy: Set[int] = set()
+# How long they are waited for when Python ends.
+_EXIT_S = 0.5
+
+
+def _end_all() -> None:
+    """When Python ends, a forward that was interrupted may still run on its threads. One that came
+    back from C++ afterwards would find no Python and take the process down (std::terminate): so
+    they are told to end, which they do at their next line of Python, and get a moment for it."""
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    for identity in list(_busy):
+        raise_in(ctypes.c_ulong(identity), ctypes.py_object(SystemExit))
+    ends = time.monotonic() + _EXIT_S
+    while _busy and time.monotonic() < ends:
+        time.sleep(0.001)
+
+
+atexit.register(_end_all)
+
+
 def _serve(inbox: Any) -> None:
     """A worker's life. Whatever fails in it, nobody waits for ever: a job that it has, or that is
     in its inbox, is given up, and an inbox without a thread takes no more."""
-    job = None
+    job, identity = None, threading.get_ident()
     try:
         prepare_worker()
         while True:
             job = None
             job = inbox.take(-1.0)
-            job.execute_on_worker()
+            _busy.add(identity)
+            try:
+                job.execute_on_worker()
+            finally:
+                _busy.discard(identity)
     except BaseException as error:
         inbox.close()
         if job is None:
@@ -225,6 +253,7 @@ _all_teams: "weakref.WeakSet[Teams]" = weakref.WeakSet()
 
 
 def _forget_all() -> None:
+    _busy.clear()
     for teams in list(_all_teams):
         teams.forget()
 

@@ -1,11 +1,14 @@
-"""Thousands of steps: the same number of live objects, threads and bytes at the end as early on."""
+"""Thousands of steps, and many wrappers: as many live objects, threads, file descriptors and bytes
+at the end as early on. `--long` takes 10,000 steps and 1,000 wrappers, and allows 1 MB of growth."""
 
 import gc
 import os
 import threading
+import time
 
 import pytest
 import torch
+from host_recorder import HostRecorder
 from nets import Net, ints
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +40,9 @@ class Mixed(nn.Module):
 
 @pytest.mark.slow
 @row("G3", why="flat memory over 2,000 steps")
-def test_two_thousand_steps(fast):
+def test_thousands_of_steps(fast, request):
+    is_long = request.config.getoption("--long")
+    steps, allowed_bytes = (10_000, 1 << 20) if is_long else (2000, 4 << 20)
     module = Mixed()
     dp = fast.wrap(module, 2, bucket_bytes=256)
     opt = torch.optim.SGD(dp.parameters(), 1e-4)
@@ -59,19 +64,62 @@ def test_two_thousand_steps(fast):
     def census():
         gc.collect()
         tensors = sum(1 for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
-        return len(gc.get_objects()), tensors, threading.active_count()
+        descriptors = len(os.listdir("/proc/self/fd"))
+        return len(gc.get_objects()), tensors, threading.active_count(), descriptors
 
     counts, sizes = [], []
-    for k in range(2000):
+    for k in range(steps):
         step(k)
-        if k % 500 == 499:
+        if (k + 1) % (steps // 4) == 0:
             counts.append(census())
             sizes.append(resident_bytes())
     # The first census comes after 500 steps: caches of torch and of Python are warm by then.
-    objects, tensors, threads = zip(*counts, strict=True)
-    assert len(set(tensors)) == 1 and len(set(threads)) == 1
+    objects, *constant = zip(*counts, strict=True)
+    assert [len(set(each)) for each in constant] == [1, 1, 1], constant
     assert max(objects) - min(objects) <= 8, objects  # the census' own lists
-    assert sizes[-1] - sizes[0] < 4 << 20, sizes
+    assert sizes[-1] - sizes[0] < allowed_bytes, sizes
+    print(f"{steps} steps: {(sizes[-1] - sizes[0]) / 1024:.0f} KiB since step {steps // 4}")
+
+
+@pytest.mark.slow
+@row("G3", why="wrappers that come and go")
+def test_many_wrappers(fast, request):
+    """Made, trained with, and dropped: in both engines, with cycles, with an error as the last
+    thing that they saw."""
+    is_long = request.config.getoption("--long")
+    count, allowed_bytes = (1000, 1 << 20) if is_long else (120, 4 << 20)
+    x = ints(6, 3)
+
+    def live(k):
+        dp = fast.wrap(Mixed(), 2 + k % 2, bucket_bytes=256, engine=("eager", "auto")[k % 2])
+        if k % 2 and fast.home.type == "cpu":
+            dp._fastdp_get_runtime().recorder = HostRecorder()
+        for _ in range(4):
+            dp.zero_grad()
+            dp(x)["y"].sum().backward()
+        if k % 3 == 0:
+            dp.module.itself = [dp]
+        if k % 5 == 0:
+            with pytest.raises(KeyError):
+                dp(x, fail=True)
+
+    def census():
+        gc.collect()
+        ends = time.monotonic() + 5  # threads that were dismissed need a moment
+        while threading.active_count() > threads and time.monotonic() < ends:
+            time.sleep(0.001)
+        tensors = sum(1 for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
+        return tensors, threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    counts, sizes, threads = [], [], threading.active_count()
+    for k in range(count):
+        live(k)
+        if (k + 1) % (count // 4) == 0:
+            counts.append(census())
+            sizes.append(resident_bytes())
+    assert len(set(counts)) == 1, counts
+    assert sizes[-1] - sizes[0] < allowed_bytes, sizes
+    print(f"{count} wrappers: {(sizes[-1] - sizes[0]) / 1024:.0f} KiB since the first quarter")
 
 
 @row("G3", why="references")

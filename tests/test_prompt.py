@@ -1,0 +1,174 @@
+"""Ctrl-C, exit and fork in the middle of a step: the prompt is back within a second, the wrapper
+works on, the process ends, the child trains. (At every call of a step: test_interrupts.py; what a
+script sees of one: test_behaviour_processes.py.)"""
+
+import textwrap
+
+import pytest
+from test_behaviour_processes import check
+
+row = pytest.mark.row
+
+# The places where a step may be when Ctrl-C comes, each for longer than anybody waits.
+STEPS = """
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        pause("backward")
+        return gradient
+
+def pause(place):
+    rank = threading.current_thread().name[-1]
+    if (place, rank) in where or (place, "") in where:
+        arrived.set()
+        until = time.monotonic() + 3
+        if "busy" in how:
+            while time.monotonic() < until:
+                torch.ones(50, 50) @ torch.ones(50, 50)
+        else:
+            time.sleep(3)
+
+class Paused(Timed):
+    def forward(self, x):
+        pause("forward")
+        return Slow.apply(super().forward(x))
+
+threading.current_thread().name = "0"  # the caller's; a worker's ends in its rank
+where, how, arrived = set(), "", threading.Event()
+dp = fastdp.DataParallel(Paused().to(HOME), device_ids=IDS)
+
+def right():
+    dp.zero_grad()
+    out = dp(x)
+    out.sum().backward()
+    assert torch.equal(out, dp.module.lin(x))
+    assert torch.equal(dp.module.lin.weight.grad, torch.tensor([[1.0, 2], [1, 2]]).to(HOME))
+right()
+"""
+
+INTERRUPT = """
+pressed = [0.0]
+
+def press():
+    arrived.wait(20)
+    time.sleep(0.1)
+    pressed[0] = time.monotonic()
+    os.kill(os.getpid(), signal.SIGINT)
+
+for places in ({("forward", "0")}, {("forward", "1")}, {("forward", "")}, {("backward", "")}):
+    for how in ("asleep", "busy"):
+        where = places
+        arrived.clear()
+        thread = threading.Thread(target=press)
+        thread.start()
+        try:
+            dp(x).sum().backward()
+            sys.exit(f"{places} {how}: not interrupted")
+        except KeyboardInterrupt:
+            took = time.monotonic() - pressed[0]
+        thread.join()
+        where = set()
+        print(f"{sorted(places)} {how}: {took:.3f} s")
+        assert took < 1, f"{places} {how}: the prompt came after {took:.1f} s"
+        right()
+        right()
+"""
+
+
+@row("I3", why="Ctrl-C: the prompt is back within a second")
+def test_the_prompt_is_back_within_a_second():
+    """The process then ends at once and in peace, though a replica may still be busy."""
+    out = check(STEPS + INTERRUPT)
+    assert out.count(" s\n") == 8, out
+    print(out)
+
+
+@row("I3", why="Ctrl-C: no stuck worker threads at exit")
+def test_an_interrupted_replica_is_still_in_torch_when_the_process_ends():
+    """A thread that comes back from C++ into a Python that has ended would abort the process."""
+    script = """
+    def endless(self, x):
+        if x[0, 0] == 1:
+            arrived.set()
+            while True:
+                torch.ones(50, 50) @ torch.ones(50, 50)
+        arrived.wait(20)
+        raise KeyboardInterrupt
+
+    Paused.forward = endless
+    # Otherwise it would wait for its turn until the other one has left.
+    fastdp.pace.Pace.takes_turns = lambda *_: False
+    try:
+        dp(x)
+    except KeyboardInterrupt:
+        print("interrupted")
+    """
+    assert check(STEPS + textwrap.dedent(script), seconds=30) == "interrupted\n"
+
+
+@row("I3", why="Ctrl-C: no stuck worker threads at exit")
+@pytest.mark.parametrize(("place", "end"), [("forward", ""), ("backward", "sys.exit(0)")])
+def test_a_process_ends_in_the_middle_of_a_step(place, end):
+    script = f"""
+where = {{("{place}", "")}}
+threading.Thread(target=lambda: dp(x).sum().backward(), daemon=True).start()
+assert arrived.wait(20)
+import atexit
+start = time.monotonic()
+# The step lasts three seconds more, and nobody waits for it.
+atexit.register(lambda: time.monotonic() - start < 1 or os._exit(7))
+{end}
+"""
+    check(STEPS + script, seconds=30)
+
+
+@row("H7", why="fork with work in flight")
+def test_fork_with_work_in_flight():
+    """Children of a process whose other threads train, at whatever moment that is."""
+    check(
+        STEPS
+        + """
+warnings.simplefilter("ignore", DeprecationWarning)
+stop, errors = threading.Event(), []
+others = [fastdp.DataParallel(Paused().to(HOME), device_ids=IDS) for _ in range(2)]
+
+def train(one):
+    try:
+        while not stop.is_set():
+            one.zero_grad()
+            out = one(x)
+            out.sum().backward()
+            assert torch.equal(out, one.module.lin(x))
+    except BaseException as error:
+        errors.append(error)
+
+# One of them is the wrapper that the child then uses.
+threads = [threading.Thread(target=train, args=(one,)) for one in (others[0], dp)]
+for thread in threads:
+    thread.start()
+for _ in range(12):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            right()
+            right()
+        except BaseException as error:
+            print("in the child:", type(error).__name__, error, flush=True)
+            os._exit(3)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 0, status
+stop.set()
+for thread in threads:
+    thread.join(20)
+    assert not thread.is_alive()
+assert not errors, errors
+right()
+""",
+        seconds=90,
+    )
