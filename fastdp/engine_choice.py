@@ -25,7 +25,7 @@ def find_obstacle(wrapper: Any, method: Optional[str]) -> str:
     """Why the forwards of this wrapper cannot be recorded, or ""."""
     if method is not None:
         return f"call() runs {method!r} instead of forward"
-    if not wrapper.gather_outputs or wrapper.loss_weighting is not None:
+    if not wrapper._fastdp_gather_outputs or wrapper._fastdp_loss_weighting is not None:
         return "gather_outputs=False and loss_weighting change what is done with the outputs"
     from .wrapper import DataParallel
 
@@ -43,8 +43,8 @@ def can_be_known_whole(wrapper: Any, method: Optional[str]) -> bool:
     from .wrapper import DataParallel
 
     own = type(wrapper).scatter is not DataParallel.scatter or "scatter" in wrapper.__dict__
-    plain = wrapper.chunk_sizes is None and not wrapper.split_lists
-    plain = plain and not wrapper.replicate_scalars
+    plain = wrapper._fastdp_chunk_sizes is None and not wrapper._fastdp_split_lists
+    plain = plain and not wrapper._fastdp_replicate_scalars
     return plain and not own and not find_obstacle(wrapper, method)
 
 

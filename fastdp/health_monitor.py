@@ -15,6 +15,7 @@ from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional
 import torch
 
 from . import _torch_compat
+from .attributes import is_wrapper
 from .grad_health import GradHealth
 
 __all__ = ["HealthMonitor", "HealthRecord"]
@@ -54,7 +55,7 @@ class _Reading:
         if value.is_cuda:
             event = torch.cuda.Event()
             with torch.cuda.device(value.device):
-                landing = torch.empty((), dtype=value.dtype, pin_memory=True)
+                landing = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
                 landing.copy_(value, non_blocking=True)
                 event.record()
             self._events.append(event)
@@ -130,7 +131,7 @@ class HealthMonitor:
         window: int = 100,
         on_record: Optional[Callable[[HealthRecord], None]] = None,
     ) -> None:
-        if not isinstance(dp, GradHealth):
+        if not is_wrapper(dp):
             raise TypeError(f"dp is a {type(dp).__name__}: it must be a fastdp.DataParallel")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
@@ -199,7 +200,7 @@ class HealthMonitor:
         self._settle(True)
 
     def _norm(self) -> torch.Tensor:
-        norm = self._dp.grad_norm()
+        norm = GradHealth.grad_norm(self._dp)  # a subclass may have another use for the name
         # A fused optimizer unscales by itself, in the step.
         scale = getattr(self._optimizer, "grad_scale", None)
         return norm if scale is None else norm / scale.to(norm.device)

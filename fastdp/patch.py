@@ -39,6 +39,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 
 from torch import nn
 
+from .attributes import OPTIONS
 from .functional import data_parallel
 from .wrapper import DataParallel
 
@@ -215,10 +216,9 @@ class _Surgery:
                 delattr(_Torch, name)
             else:
                 setattr(_Torch, name, self._had[name])
-        getstate = _rehomed(_Fast.__getstate__)
         for wrapped in _torch_wrappers():
-            # What fastdp keeps in a wrapper and takes into no copy: threads, replicas.
-            for name in set(vars(wrapped)) - set(getstate(wrapped)):
+            # What fastdp keeps in a wrapper: options, threads, replicas.
+            for name in [name for name in vars(wrapped) if name.startswith("_fastdp_")]:
                 del wrapped.__dict__[name]
 
     def _counted(self, init: Callable[..., None]) -> Callable[..., None]:
@@ -266,10 +266,14 @@ _SHIM = _shim.__code__.replace(co_name=_home.data_parallel.__name__)
 
 def _behaviour() -> Dict[str, Any]:
     """What fastdp's class consists of, made for torch's class."""
-    table = {name: _rehomed(v) for name, v in vars(_Fast).items() if name not in _DESCRIBING}
-    for name, parameter in inspect.signature(_Fast).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            table.setdefault(name, _Standard(name))
+    parts = [part for part in _Fast.__mro__ if part not in _Torch.__mro__]
+    table = {
+        name: _rehomed(value)
+        for part in reversed(parts)  # what comes first in the order has the last word
+        for name, value in vars(part).items()
+        if name not in _DESCRIBING
+    }
+    table.update((f"_fastdp_{name}", _Standard(f"_fastdp_{name}")) for name in OPTIONS)
     return table
 
 
@@ -293,7 +297,7 @@ def _rehomed(value: Any) -> Any:
 
 class _Standard:
     """An option of a wrapper that was made without fastdp: its default value, kept at first use.
-    Found only where the wrapper's own dictionary has no such name; a part of that name is first."""
+    Found only where the wrapper's own dictionary has no such name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -301,12 +305,9 @@ class _Standard:
     def __get__(self, wrapped: Any, owner: Any = None) -> Any:
         if wrapped is None:
             raise AttributeError(f"{_Torch.__name__} has no attribute {self._name!r}")
-        try:
-            return nn.Module.__getattr__(wrapped, self._name)
-        except AttributeError:
-            # From a wrapper made here and now: as late as this its devices are looked for anyway.
-            standard = vars(_Fast(nn.Identity(), device_ids=["cpu"]))[self._name]
-            return wrapped.__dict__.setdefault(self._name, standard)
+        # From a wrapper made here and now: as late as this its devices are looked for anyway.
+        standard = vars(_Fast(nn.Identity(), device_ids=["cpu"]))[self._name]
+        return wrapped.__dict__.setdefault(self._name, standard)
 
 
 def _is_of_torch(value: Any) -> bool:

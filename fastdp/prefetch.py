@@ -25,6 +25,7 @@ from typing import Any, Iterable, Iterator, List, NamedTuple, Optional
 
 import torch
 
+from .attributes import is_wrapper
 from .devices import parse_devices
 from .staging import Staged, Stager, names_of
 from .streams import current, distinct
@@ -66,6 +67,9 @@ def prefetch(
         ValueError: a depth below 1; at a batch, a name in `scatter` that it has not.
         Whatever the loader raises, at the place of the batch that it would have been.
 
+    `dp.call` takes what is yielded, too. A subclass of the wrapper with a `scatter` of its own gets
+    the `Scattered` there, and has to hand each replica its slice.
+
     The loader runs on a thread of its own, with the grad mode, autocast and streams of the thread
     that iterates. Random numbers that it draws from torch's global generator are drawn at the same
     time as the steps': give it a generator of its own, or workers, to repeat a run. The thread ends
@@ -84,10 +88,10 @@ class Prefetch:
     """What `prefetch` returns. Each iteration has a thread of its own."""
 
     def __init__(self, loader: Iterable[Any], dp: DataParallel, depth: int, scatter: Any) -> None:
-        if not isinstance(dp, DataParallel):
+        if not is_wrapper(dp):
             raise TypeError(
-                f"dp is a {type(dp).__name__}: it must be a fastdp.DataParallel, for whose replicas "
-                "the batches are"
+                f"dp is a {type(dp).__name__}: it must be a fastdp.DataParallel, whose "
+                "replicas the batches are for"
             )
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise TypeError(f"loader is a {type(loader).__name__}: it must be iterable")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from . import _C
 from .buckets import find_transport
 from .devices import parse_devices
+from .traces import Trace
 
 
 class Report(Dict[str, Any]):
@@ -78,10 +81,47 @@ def make_report(wrapper: Any) -> Report:
     plan = None if runtime is None else runtime.replicator.plan_in_use()
     return Report(
         devices=[str(device) for device in devices],
-        engine=wrapper.engine,
-        transport=_transport(devices, wrapper.transport),
+        engine=wrapper._fastdp_engine,
+        transport=_transport(devices, wrapper._fastdp_transport),
         buckets=_buckets(plan) if plan else [],
         hidden=plan.communication.apart if plan else None,
         forwards=forwards,
         reasons=reasons,
     )
+
+
+class Reporting:
+    """The part of `DataParallel` that tells what it does."""
+
+    def report(self) -> Report:
+        """What ran so far and why: engine, transport, and for each kind of forward the steps by
+        each engine and what stood against recording it. A dictionary that prints as text."""
+        return make_report(self)
+
+    def dump(self) -> str:
+        """The flight recorder as text: the last operations of fastdp's core in this process, of all
+        wrappers, the newest last. One line each: number, verb, bucket, bytes, device, stream, how
+        many others took part, how long ago it began, and whether it runs, was enqueued or failed.
+
+        Of a hang, from outside: with FASTDP_DUMP=signal (or both), SIGUSR1 writes the same to the
+        standard error. With FASTDP_DUMP=error (or both) it is part of the core's errors. It says
+        what the host enqueued, not what a GPU has finished; what a recorded step (engine "graph")
+        replays is not in it.
+        """
+        return _C.dump()
+
+    def trace(self, path: Any) -> Trace:
+        """A context around a few steps, which writes what ran on every thread, device and stream to
+        a file that Perfetto opens (https://ui.perfetto.dev), and `python -m fastdp report`.
+
+        Args:
+            path: of the file, which ends with .json or .json.gz.
+
+        Raises:
+            ValueError: another ending. FileNotFoundError: no such folder.
+
+        torch's profiler slows steps down; phases are named as fastdp/phases.py says. If the steps
+        raise, no file is written.
+        """
+        # Not self.report: a subclass may have the name for something else.
+        return Trace(path, functools.partial(make_report, self))

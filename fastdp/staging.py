@@ -71,10 +71,13 @@ class Stager:
         self._devices = devices
         self._names = names
         self._dim: int = dp.dim
-        self._chunk_sizes = dp.chunk_sizes
-        self._split_lists: bool = dp.split_lists
-        self._output = parse_device(dp.output_device, "output_device") if devices else None
-        self._gpus = distinct((*devices, self._output)) if devices else []
+        self._chunk_sizes = dp._fastdp_chunk_sizes
+        self._split_lists: bool = dp._fastdp_split_lists
+        self._output: Optional[torch.device] = None
+        self._gpus: List[torch.device] = []
+        if devices:
+            self._output = parse_device(dp.output_device, "output_device")
+            self._gpus = distinct((*devices, self._output))
         # What was copied from, until the copies have run.
         self._held: List[Tuple[List[torch.cuda.Event], List[torch.Tensor]]] = []
 
@@ -97,9 +100,10 @@ class Stager:
             return Scattered(slices, self._dim, self._output, events)
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
-            if self._output in (None, tensor.device) or not _is_plain(tensor):
+            target = self._output
+            if target is None or target == tensor.device or not _is_plain(tensor):
                 return tensor
-            result = self._copied(tensor, self._output, sources)
+            result = self._copied(tensor, target, sources)
             if result.is_cuda:
                 whole.append(result)
             return result
@@ -167,9 +171,9 @@ class Stager:
         """The batch with its tensors changed: by `cut` those that `scatter` names, else by
         `whole`."""
         if isinstance(batch, UserDict):
-            result = copy.copy(batch)
-            result.data = self._mapped(batch.data, cut, whole)
-            return result
+            dictionary = copy.copy(batch)
+            dictionary.data = self._mapped(batch.data, cut, whole)
+            return dictionary
         names, stop = self._names, self._split_lists
         if names is None:
             return _map(batch, cut, stop)
@@ -184,15 +188,16 @@ class Stager:
                 f"scatter is {list(names)}, but the batch is a {type(batch).__name__}: only items "
                 "of a dictionary, tuple or list have names"
             )
-        fields = getattr(batch, "_fields", ())
-        places = {**dict(zip(fields, range(len(batch)))), **{i: i for i in range(len(batch))}}
-        places.update({i - len(batch): i for i in range(len(batch))})
-        kind = f"a {type(batch).__name__} of {len(batch)} items"
-        chosen = {places[name] for name in _chosen(names, places, kind)}
+        count = len(batch)
+        places: Dict[Any, int] = {name: i for i, name in enumerate(getattr(batch, "_fields", ()))}
+        for i in range(count):
+            places[i] = places[i - count] = i
+        kind = f"a {type(batch).__name__} of {count} items"
+        cut_places = [places[name] for name in _chosen(names, places, kind)]
         return with_items(
             batch,
             [
-                _map(item, cut, stop) if i in chosen else _map(item, whole)
+                _map(item, cut, stop) if i in cut_places else _map(item, whole)
                 for i, item in enumerate(batch)
             ],
         )
@@ -228,9 +233,9 @@ def _map(tree: Any, change: Change, stop_at_lists: bool = False) -> Any:
         items = [_map(item, change, stop_at_lists) for item in tree]
         if isinstance(tree, tuple):
             return with_items(tree, items)
-        result = copy.copy(tree)
-        result[:] = items
-        return result
+        changed = copy.copy(tree)  # a kind of list may want more than its items
+        changed[:] = items
+        return changed
     return tree
 
 

@@ -11,28 +11,28 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 import torch
 from torch import nn
 
-from . import _C, _torch_compat, environment, options
+from . import _torch_compat, environment, options
 from .apply import apply_modules
+from .attributes import OPTIONS
 from .cuts import PLAIN, Rules, scatter_arguments
 from .devices import parse_device, parse_devices
-from .losses import anchored, weigh
-from .marks import unmarked
 from .engine_choice import NOTHING, can_be_known_whole, find_obstacle, warm_up
 from .grad_health import GradHealth
+from .losses import anchored, weigh
+from .marks import unmarked
 from .phases import phase
 from .placement import check_one_device, choose_devices, public_device, tensors_of
 from .plans import check_home
 from .replicas import replicate
-from .report import Report, make_report
+from .report import Reporting
 from .runtime import MAKING, Runtime
 from .surprises import Surprises
-from .traces import Trace
 from .trees import gather_tree
 
 __all__ = ["DataParallel"]
 
 
-class DataParallel(nn.DataParallel, GradHealth):
+class DataParallel(nn.DataParallel, GradHealth, Reporting):
     """Data parallelism in one process: `torch.nn.DataParallel` without its price.
 
     Cuts the inputs along `dim`, runs one replica of the module on each device, and joins the
@@ -114,18 +114,18 @@ class DataParallel(nn.DataParallel, GradHealth):
         _torch_compat.log_use("fastdp.DataParallel")
         self.module = module
         self.dim = dim
-        self.unused_grad = environment.unused_grad(unused_grad)
-        self.bucket_bytes = environment.bucket_bytes(bucket_bytes)
-        self.transport = environment.transport(transport)
-        self.engine = environment.engine(engine)
+        self._fastdp_unused_grad = environment.unused_grad(unused_grad)
+        self._fastdp_bucket_bytes = environment.bucket_bytes(bucket_bytes)
+        self._fastdp_transport = environment.transport(transport)
+        self._fastdp_engine = environment.engine(engine)
         devices = choose_devices(device_ids)
-        self.chunk_sizes = options.chunk_sizes(chunk_sizes, len(devices))
-        self.split_lists = options.flag("split_lists", split_lists)
-        self.replicate_scalars = options.flag("replicate_scalars", replicate_scalars)
-        self.gather_outputs = options.flag("gather_outputs", gather_outputs)
-        self.loss_weighting = options.loss_weighting(loss_weighting)
-        self.sequential = options.flag("sequential", sequential)
-        self.forward_attributes = options.flag("forward_attributes", forward_attributes)
+        self._fastdp_chunk_sizes = options.chunk_sizes(chunk_sizes, len(devices))
+        self._fastdp_split_lists = options.flag("split_lists", split_lists)
+        self._fastdp_replicate_scalars = options.flag("replicate_scalars", replicate_scalars)
+        self._fastdp_gather_outputs = options.flag("gather_outputs", gather_outputs)
+        self._fastdp_loss_weighting = options.loss_weighting(loss_weighting)
+        self._fastdp_sequential = options.flag("sequential", sequential)
+        self._fastdp_forward_attributes = options.flag("forward_attributes", forward_attributes)
         if not devices:
             self.device_ids = []
             return
@@ -182,38 +182,6 @@ class DataParallel(nn.DataParallel, GradHealth):
         """
         warm_up(self, inputs, kwargs)
 
-    def report(self) -> Report:
-        """What ran so far and why: engine, transport, and for each kind of forward the steps by
-        each engine and what stood against recording it. A dictionary that prints as text."""
-        return make_report(self)
-
-    def dump(self) -> str:
-        """The flight recorder as text: the last operations of fastdp's core in this process, of all
-        wrappers, the newest last. One line each: number, verb, bucket, bytes, device, stream, how
-        many others took part, how long ago it began, and whether it runs, was enqueued or failed.
-
-        Of a hang, from outside: with FASTDP_DUMP=signal (or both), SIGUSR1 writes the same to the
-        standard error. With FASTDP_DUMP=error (or both) it is part of the core's errors. It says
-        what the host enqueued, not what a GPU has finished; what a recorded step (engine "graph")
-        replays is not in it.
-        """
-        return _C.dump()
-
-    def trace(self, path: Any) -> Trace:
-        """A context around a few steps, which writes what ran on every thread, device and stream to
-        a file that Perfetto opens (https://ui.perfetto.dev), and `python -m fastdp report`.
-
-        Args:
-            path: of the file, which ends with .json or .json.gz.
-
-        Raises:
-            ValueError: another ending. FileNotFoundError: no such folder.
-
-        torch's profiler slows steps down; phases are named as fastdp/phases.py says. If the steps
-        raise, no file is written.
-        """
-        return Trace(path, self.report)
-
     def _fastdp_called(
         self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]
     ) -> Any:
@@ -237,7 +205,7 @@ class DataParallel(nn.DataParallel, GradHealth):
                     "or use torch.autograd"
                 )
             whole = None
-            if self.engine != "eager" and can_be_known_whole(self, method):
+            if self._fastdp_engine != "eager" and can_be_known_whole(self, method):
                 # A recorded step that is known by its arguments as they are cuts them itself.
                 engine = self._fastdp_get_engine()
                 whole = engine.whole_of(self.module, inputs, kwargs, self.dim)
@@ -252,7 +220,7 @@ class DataParallel(nn.DataParallel, GradHealth):
                 rows, named = ((),), ({},)
             if len(self.device_ids) == 1:
                 check_home(tensors_of(self.module), self.src_device_obj)
-                if self.engine == "eager":
+                if self._fastdp_engine == "eager":
                     return self._fastdp_direct(method, rows[0], named[0])
 
             def eager() -> Any:
@@ -262,7 +230,7 @@ class DataParallel(nn.DataParallel, GradHealth):
                     lambda: self._fastdp_gathered(rows, named, method)
                 )
 
-            if self.engine == "eager":
+            if self._fastdp_engine == "eager":
                 return eager()
             obstacle = find_obstacle(self, method)
             return self._fastdp_get_engine().forward(
@@ -270,7 +238,7 @@ class DataParallel(nn.DataParallel, GradHealth):
             )
 
     def _fastdp_get_engine(self) -> Any:
-        return self._fastdp_get_runtime().engine_of(environment.engine(self.engine))
+        return self._fastdp_get_runtime().engine_of(environment.engine(self._fastdp_engine))
 
     def _fastdp_alone(
         self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str]
@@ -282,7 +250,7 @@ class DataParallel(nn.DataParallel, GradHealth):
         """By the module itself, as the only replica."""
         target = self.module if method is None else attrgetter(method)(self.module)
         output = target(*inputs, **kwargs)
-        return output if self.gather_outputs else [output]
+        return output if self._fastdp_gather_outputs else [output]
 
     def _fastdp_gathered(
         self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str] = None
@@ -303,9 +271,9 @@ class DataParallel(nn.DataParallel, GradHealth):
             return self.parallel_apply(replicas, rows, named)
 
     def _fastdp_joined(self, outputs: List[Any], rows: Sequence[Any], named: Sequence[Any]) -> Any:
-        if options.loss_weighting(self.loss_weighting) is not None:
+        if options.loss_weighting(self._fastdp_loss_weighting) is not None:
             outputs = weigh(outputs, rows, named, self.dim)
-        if self.gather_outputs:
+        if self._fastdp_gather_outputs:
             with phase("gather"):
                 return self.gather(outputs, self.output_device)
         return anchored(list(outputs), self._fastdp_get_runtime().tokens())
@@ -338,7 +306,9 @@ class DataParallel(nn.DataParallel, GradHealth):
         """Each replica's output, run on the wrapper's own threads."""
         runtime = self._fastdp_get_runtime()
         devices = runtime.parsed(self.device_ids[: len(replicas)])
-        return apply_modules(runtime.teams, replicas, inputs, kwargs, devices, self.sequential)
+        return apply_modules(
+            runtime.teams, replicas, inputs, kwargs, devices, self._fastdp_sequential
+        )
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
         """The replicas' outputs joined on one device."""
@@ -347,17 +317,22 @@ class DataParallel(nn.DataParallel, GradHealth):
 
     def _fastdp_rules(self) -> Rules:
         if (
-            self.chunk_sizes is None
-            and self.loss_weighting is None
-            and not self.split_lists
-            and not self.replicate_scalars
+            self._fastdp_chunk_sizes is None
+            and self._fastdp_loss_weighting is None
+            and not self._fastdp_split_lists
+            and not self._fastdp_replicate_scalars
         ):
             return PLAIN
-        sized = self.loss_weighting is not None
-        return Rules(self.chunk_sizes, self.split_lists, self.replicate_scalars, sized)
+        sized = self._fastdp_loss_weighting is not None
+        return Rules(
+            self._fastdp_chunk_sizes,
+            self._fastdp_split_lists,
+            self._fastdp_replicate_scalars,
+            sized,
+        )
 
     def _fastdp_move_options(self) -> Tuple[int, str, Optional[str]]:
-        return self.bucket_bytes, self.unused_grad, self.transport
+        return self._fastdp_bucket_bytes, self._fastdp_unused_grad, self._fastdp_transport
 
     def _fastdp_get_runtime(self) -> Runtime:
         runtime = self.__dict__.get("_fastdp_runtime")
@@ -384,7 +359,7 @@ class DataParallel(nn.DataParallel, GradHealth):
         except AttributeError as error:
             # Not through self: a copy or an unpickled wrapper may have nothing yet.
             module = (modules or {}).get("module")
-            forwards = self.__dict__.get("forward_attributes", False) and module is not None
+            forwards = self.__dict__.get("_fastdp_forward_attributes", False) and module is not None
             if not forwards or name.startswith("_"):
                 raise
             try:
@@ -399,6 +374,9 @@ class DataParallel(nn.DataParallel, GradHealth):
         state.pop("_fastdp_surprises", None)
         return state
 
+
+for _name, _option in OPTIONS.items():
+    setattr(DataParallel, _name, _option)
 
 _untraced: Any = None
 

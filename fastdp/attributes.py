@@ -1,0 +1,92 @@
+"""The options of a wrapper as its attributes, in such a way that a subclass may have the names.
+
+fastdp reads an option under a private name, `_fastdp_engine`. `Option` is what stands under the
+public one in the class: `dp.engine` reads it, `dp.engine = "eager"` writes it. Code that knew only
+nn.DataParallel may have a method, a property, a part or an attribute `engine` of its own, and finds
+it unchanged; the option is then what the constructor made it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict
+
+from torch import nn
+
+from . import environment, options
+
+_ABSENT = object()
+
+
+class Option:
+    """The attribute of one option, `name`.
+
+    What a subclass's instance is given is there as it was given, whatever it is. It is the option
+    too if it fits: if `check(value, wrapper)` raises nothing. The class itself has no other use for
+    the name: there every value is the option, and a bad one is an error at the next forward.
+    """
+
+    def __init__(self, name: str, check: Callable[[Any, Any], Any]) -> None:
+        self._name = name
+        self._place = f"_fastdp_{name}"
+        self._check = check
+
+    def __get__(self, wrapper: Any, owner: Any = None) -> Any:
+        if wrapper is None:
+            raise AttributeError(f"{owner.__name__} has no attribute {self._name!r}")
+        value = wrapper.__dict__.get(self._name, _ABSENT)
+        if value is not _ABSENT:
+            return value
+        for part in ("_modules", "_parameters", "_buffers"):
+            if self._name in wrapper.__dict__.get(part, ()):
+                return wrapper.__dict__[part][self._name]
+        if not self._is_ours(wrapper):
+            # It may read what it lacks elsewhere, such as in the module.
+            try:
+                return type(wrapper).__getattr__(wrapper, self._name)
+            except AttributeError:
+                pass
+        return getattr(wrapper, self._place)
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        ours = self._is_ours(wrapper)
+        if not ours:
+            wrapper.__dict__[self._name] = value
+        try:
+            wrapper.__dict__[self._place] = self._check(value, wrapper)
+        except (TypeError, ValueError):
+            if ours:
+                wrapper.__dict__[self._place] = value
+
+    def __delete__(self, wrapper: Any) -> None:
+        if wrapper.__dict__.pop(self._name, _ABSENT) is _ABSENT:
+            raise AttributeError(f"{self._name!r} is an option: it can be set, not deleted")
+
+    def _is_ours(self, wrapper: Any) -> bool:
+        """Whether the wrapper is of the very class that the option is one of."""
+        return vars(type(wrapper)).get(self._name) is self
+
+
+def _flag(name: str) -> Option:
+    return Option(name, lambda value, wrapper: options.flag(name, value))
+
+
+def _sizes(value: Any, wrapper: Any) -> Any:
+    return options.chunk_sizes(value, len(wrapper.__dict__.get("device_ids", ())))
+
+
+OPTIONS: Dict[str, Option] = {
+    "chunk_sizes": Option("chunk_sizes", _sizes),
+    "loss_weighting": Option("loss_weighting", lambda value, _: options.loss_weighting(value)),
+    "unused_grad": Option("unused_grad", lambda value, _: environment.unused_grad(value)),
+    "bucket_bytes": Option("bucket_bytes", lambda value, _: environment.bucket_bytes(value)),
+    "transport": Option("transport", lambda value, _: environment.transport(value)),
+    "engine": Option("engine", lambda value, _: environment.engine(value)),
+}
+_FLAGS = "split_lists replicate_scalars gather_outputs sequential forward_attributes"
+OPTIONS.update((name, _flag(name)) for name in _FLAGS.split())
+
+
+def is_wrapper(thing: Any) -> bool:
+    """Whether it is a fastdp.DataParallel: a wrapper of torch's class is one while that is
+    patched."""
+    return isinstance(thing, nn.DataParallel) and hasattr(type(thing), "_fastdp_run")
