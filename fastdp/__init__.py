@@ -3,14 +3,17 @@
 Importing starts no thread and opens no device.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import torch  # noqa: F401  (first: the core finds its libraries through torch's)
 
 from . import comm
 from ._C import build_info
 from .apply import parallel_apply
-from .doctor import PreflightError, preflight
 from .functional import data_parallel
-from .health_monitor import HealthMonitor, HealthRecord
 from .losses import sum_losses
 from .marks import Replicated
 from .patch import patch
@@ -21,6 +24,10 @@ from .signatures import EngineError
 from .surprises import DataParallelWarning
 from .trees import gather, scatter, scatter_kwargs
 from .wrapper import DataParallel
+
+if TYPE_CHECKING:
+    from .doctor import PreflightError, preflight
+    from .health_monitor import HealthMonitor, HealthRecord
 
 __all__ = [
     "DataParallel",
@@ -46,3 +53,19 @@ __all__ = [
 ]
 
 __version__ = build_info()["version"]
+
+# What few programs use is imported when it is first asked for.
+_LATER = {
+    "HealthMonitor": "health_monitor",
+    "HealthRecord": "health_monitor",
+    "PreflightError": "doctor",
+    "preflight": "doctor",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    globals()[name] = value
+    return value
