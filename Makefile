@@ -46,6 +46,8 @@ core-test:
 	@$(MAKE) --no-print-directory -s -C tests/c -j$$(nproc) \
 	  $(foreach variant,test asan tsan,build/$(variant)/test_core)
 	@$(MAKE) --no-print-directory -C tests/c test asan tsan
+	@echo; echo "== Simulated training: every order, and calls that fail"
+	@$(MAKE) --no-print-directory -s -C tests/c -f simulate.mk -j$$(nproc) short
 	@echo; echo "== The CUDA device over a runtime that fails on demand"
 	@mkdir -p build/core; cd tests/c; $${CC:-gcc} -std=c11 -D_GNU_SOURCE -DFDP_WITH_CUDA -g \
 	  -fsanitize=address,undefined -fno-sanitize-recover=undefined -Ifake_cuda fake_device.c \

@@ -19,6 +19,7 @@ void test_context(void);
 void test_verbs(void);
 void test_reduce(void);
 void test_bucket(void);
+void test_sim(void);
 void test_order(void);
 void test_transport_order(void);
 void test_span(void);
