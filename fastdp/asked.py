@@ -27,10 +27,8 @@ class Asked:
         def hook(tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
             nonlocal count
             (tensor,) = tensors
-            if tensor.grad_fn is not None:
+            if tensor.grad_fn is not None:  # at a leaf the hook would stay
                 tensor.register_hook(functools.partial(self._note, count))
-            elif tensor.requires_grad:
-                self._is_known = False  # a leaf, where a hook would stay
             count += 1
             return tensor
 
