@@ -6,7 +6,17 @@ import threading
 
 import pytest
 import torch
-from engine_cases import SETTLED, WATCHED, Twins, identical, noise, squares, steps
+from engine_cases import (
+    SETTLED,
+    WATCHED,
+    Recorder,
+    Twins,
+    graph_steps,
+    identical,
+    noise,
+    squares,
+    steps,
+)
 from torch import nn
 
 import fastdp
@@ -30,10 +40,6 @@ def recorded_twins(means, engine="graph", **options):
         twins.step(rows(means, seed))
     assert twins.recorded.report()["forwards"][0]["engine"] == "graph"
     return twins
-
-
-def graph_steps(twins):
-    return steps(twins.recorded)["graph"]
 
 
 def still_fine(twins, means):
@@ -308,6 +314,40 @@ def test_a_backward_on_another_thread(means):
 
 
 # Threads.
+
+
+@pytest.mark.parametrize("means", ["cpu", "cpu-twice"], indirect=True)
+def test_nobody_waits_for_a_recording_that_is_made(means):
+    """Another thread's forward is an eager step meanwhile."""
+    recording, over = threading.Event(), threading.Event()
+
+    class Slow(Recorder):
+        def record(self, device, pool, act):
+            recording.set()
+            assert over.wait(30)
+            return super().record(device, pool, act)
+
+    twins = Twins(means, layers(), sequential=True)
+    dp = twins.recorded
+    dp._fastdp_get_runtime().recorder = Slow()
+    for seed in range(AHEAD):
+        twins.look(rows(means, seed))
+
+    def record():
+        with torch.no_grad():
+            dp(rows(means))
+
+    maker = threading.Thread(target=record)
+    maker.start()
+    try:
+        assert recording.wait(30)
+        with torch.no_grad():
+            identical(dp(rows(means, 9)), twins.eager(rows(means, 9)))
+        assert maker.is_alive()
+    finally:
+        over.set()
+        maker.join(60)
+    assert graph_steps(twins) == 1
 
 
 def test_two_threads_at_once(means):

@@ -151,9 +151,9 @@ class Heads(nn.Module):
         return self.one(x), self.other(x)
 
 
-def train_one_head(means, unused_grad, used):
+def train_one_head(means, unused_grad, used, **options):
     torch.manual_seed(0)
-    twins = Twins(means, Heads(), unused_grad=unused_grad)
+    twins = Twins(means, Heads(), unused_grad=unused_grad, **options)
     for seed in range(AHEAD + 3):
         twins.step(noise(means, 6, 4, seed=seed), loss=lambda out: squares(out[used]))
     twins.ran(eager=AHEAD, graph=3)
@@ -165,9 +165,10 @@ def test_a_loss_of_one_of_two_outputs(means, used):
     train_one_head(means, "zero", used)
 
 
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 1])
 @pytest.mark.parametrize("used", [0, 1])
-def test_a_loss_of_one_of_two_outputs_leaves_none(means, used):
-    train_one_head(means, "none", used)
+def test_a_loss_of_one_of_two_outputs_leaves_none(means, used, bucket_bytes):
+    train_one_head(means, "none", used, bucket_bytes=bucket_bytes)
 
 
 def test_an_output_that_has_no_derivative_and_no_part_in_the_loss(means):
