@@ -24,11 +24,17 @@ from .phases import replica_phase
 from .thread_state import ThreadState, prepare_worker, restored_grad_mode
 
 
+# How often whoever waits for a thread looks whether it is alive.
+_LOOK_S = 1.0
+
+
 class Job:
     """One replica's forward: what to run, where, and afterwards its result or error. It belongs to
     one call; a caller that is interrupted leaves it behind, and nobody waits for it any more."""
 
-    __slots__ = ("run", "rank", "device", "state", "result", "error", "done", "turn", "pace")
+    __slots__ = (
+        "run", "rank", "device", "state", "result", "error", "done", "turn", "pace", "thread"
+    )
 
     def __init__(
         self, run: Callable[[], Any], rank: int, device: Any, state: Optional[ThreadState]
@@ -42,6 +48,7 @@ class Job:
         self.done = _C.Handoff()
         self.turn: Optional[Any] = None  # a hand-off that says: the one before has finished
         self.pace: Optional[Pace] = None
+        self.thread: Optional[threading.Thread] = None  # whoever is to run it
 
     def execute_here(self) -> None:
         """On the caller's own thread. KeyboardInterrupt goes through at once."""
@@ -75,11 +82,19 @@ class Job:
         self.done.close()
 
     def wait(self) -> None:
-        try:
-            self.done.take(-1.0)
-        except _C.AbortedError:
-            if self.error is None:
-                raise
+        while True:
+            try:
+                self.done.take(_LOOK_S)
+            except _C.TimeoutError:
+                if self.thread is None or self.thread.is_alive():
+                    continue
+                raise RuntimeError(
+                    f"the thread of replica {self.rank} ended before the replica's forward"
+                ) from None
+            except _C.AbortedError:
+                if self.error is None:
+                    raise
+            return
 
 
 class _Text(str):
@@ -151,24 +166,30 @@ class Team:
 
     def __init__(self) -> None:
         self._inboxes: List[_C.Handoff] = []
+        self._threads: List[Optional[threading.Thread]] = []
         self.pid = os.getpid()
 
     def grow(self, size: int) -> None:
         while len(self._inboxes) < size:
+            self._threads.append(None)
             self._inboxes.append(_C.Handoff())  # first: a thread must not be beyond dismissal
             self._start_thread(len(self._inboxes) - 1)
 
     def _start_thread(self, index: int) -> None:
         arguments, name = (self._inboxes[index],), f"fastdp-replica-{index + 1}"
-        threading.Thread(target=_serve, args=arguments, name=name, daemon=True).start()
+        thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
+        self._threads[index] = thread
+        thread.start()
 
     def start(self, index: int, job: Job) -> None:
+        job.thread = self._threads[index]
         try:
             self._inboxes[index].put(job)
         except _C.AbortedError:
             # Its thread failed while it had nothing to do: another takes its place.
             self._inboxes[index] = _C.Handoff()
             self._start_thread(index)
+            job.thread = self._threads[index]
             self._inboxes[index].put(job)
 
     def dismiss(self) -> None:
@@ -203,8 +224,9 @@ atexit.register(_end_all)
 def _serve(inbox: Any) -> None:
     """A worker's life. Whatever fails in it, nobody waits for ever: a job that it has, or that is
     in its inbox, is given up, and an inbox without a thread takes no more."""
-    job, identity = None, threading.get_ident()
+    job = None
     try:
+        identity = threading.get_ident()
         prepare_worker()
         while True:
             job = None

@@ -118,8 +118,9 @@ def test_many_wrappers(fast, request):
             counts.append(census())
             sizes.append(resident_bytes())
     assert len(set(counts)) == 1, counts
-    assert sizes[-1] - sizes[0] < allowed_bytes, sizes
-    print(f"{count} wrappers: {(sizes[-1] - sizes[0]) / 1024:.0f} KiB since the first quarter")
+    # The allocators have their shape once half of them came and went.
+    assert sizes[-1] - sizes[1] < allowed_bytes, sizes
+    print(f"{count} wrappers: {(sizes[-1] - sizes[1]) / 1024:.0f} KiB in the second half")
 
 
 @row("G3", why="references")
