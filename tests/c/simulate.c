@@ -14,12 +14,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "simulate_world.h"
 
-enum { NO_LIMIT = 0 };
+enum { NO_LIMIT = 0, WORLD_SECONDS = 5 /* of the processor's time: many times what it takes */ };
 
 typedef struct options {
   uint64_t seed;
@@ -62,7 +63,7 @@ static void print_replay(uint64_t seed, bool sweeps) {
           sweeps ? " --sweep" : "");
 }
 
-/* An assertion of the core, a deadlock, or worse. */
+/* An assertion of the core, a deadlock, a world without an end (SIGVTALRM), or worse. */
 static void on_signal(int number) {
   fprintf(stderr, "seed %llu: signal %d\n", (unsigned long long)world_seed(), number);
   print_replay(world_seed(), false);
@@ -97,7 +98,13 @@ static bool sweep(const options *chosen, uint64_t seed, world_totals *sums) {
   return true;
 }
 
+static void set_deadline(void) {
+  const struct itimerval limit = {.it_value = {.tv_sec = WORLD_SECONDS}};
+  setitimer(ITIMER_VIRTUAL, &limit, NULL);
+}
+
 static bool play_world(const options *chosen, uint64_t seed, FILE *trace, world_totals *sums) {
+  if (!chosen->sweeps) set_deadline();
   sums->worlds += 1;
   if (chosen->sweeps) return sweep(chosen, seed, sums);
   world_outcome result = world_play(seed, false, trace, 0, sums);
@@ -153,6 +160,7 @@ int main(int argument_count, char **arguments) {
   FILE *trace = chosen.trace ? fopen(chosen.trace, "w") : NULL;
   signal(SIGABRT, on_signal);
   signal(SIGSEGV, on_signal);
+  signal(SIGVTALRM, on_signal);
   double start = seconds_now();
   bool is_right = true;
   while (is_right && goes_on(&chosen, &sums, seconds_now() - start)) {
