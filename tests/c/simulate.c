@@ -6,7 +6,8 @@
  *   simulate [--seed N] [--worlds N] [--schedules N] [--seconds N] [--twice N]
  *            [--sweep [--every N]] [--trace FILE] [--brief]
  *
- * --seed: of the first world; --worlds, --schedules, --seconds: when to stop, whichever is first;
+ * --seed: of the first world; --worlds, --schedules, --seconds: when to stop, whichever is first,
+ * or SIGTERM;
  * --twice: every N-th world runs a second time and must leave the same trace; --sweep: worlds of
  * one round, once for each call of a device (each N-th), which fails; --trace: what was enqueued
  * and run, as text; --brief: no stacks. */
@@ -35,6 +36,7 @@ typedef struct options {
 } options;
 
 static const char *program;
+static volatile sig_atomic_t has_to_stop;
 
 /* --- what is printed --- */
 
@@ -68,6 +70,11 @@ static void on_signal(int number) {
   fprintf(stderr, "seed %llu: signal %d\n", (unsigned long long)world_seed(), number);
   print_replay(world_seed(), false);
   _exit(3);
+}
+
+static void on_stop(int number) {
+  (void)number;
+  has_to_stop = 1;
 }
 
 static bool is_wrong(const options *chosen, uint64_t seed, const world_outcome *result,
@@ -146,6 +153,7 @@ static int read_options(int argument_count, char **arguments, options *chosen) {
 }
 
 static bool goes_on(const options *chosen, const world_totals *sums, double seconds) {
+  if (has_to_stop) return false;
   if (chosen->worlds != NO_LIMIT && sums->worlds >= chosen->worlds) return false;
   if (chosen->schedules != NO_LIMIT && sums->schedules >= chosen->schedules) return false;
   return chosen->seconds == NO_LIMIT || seconds < (double)chosen->seconds;
@@ -161,6 +169,8 @@ int main(int argument_count, char **arguments) {
   signal(SIGABRT, on_signal);
   signal(SIGSEGV, on_signal);
   signal(SIGVTALRM, on_signal);
+  signal(SIGTERM, on_stop);
+  signal(SIGINT, on_stop);
   double start = seconds_now();
   bool is_right = true;
   while (is_right && goes_on(&chosen, &sums, seconds_now() - start)) {
