@@ -27,6 +27,8 @@ def find_obstacle(wrapper: Any, method: Optional[str]) -> str:
         return f"call() runs {method!r} instead of forward"
     if not wrapper._fastdp_gather_outputs or wrapper._fastdp_loss_weighting is not None:
         return "gather_outputs=False and loss_weighting change what is done with the outputs"
+    if wrapper.__dict__.get("_fastdp_witness") is not None:
+        return "watch_replicas() looks at each replica's gradients"
     from .wrapper import DataParallel
 
     for name in _STEPS:

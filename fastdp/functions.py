@@ -184,6 +184,8 @@ class Broadcast(Function):
         flat = ctx.bucket.take_for_sums()  # before the waits, as in a forward
         gradients = _unpacked(gradients[:-1], ctx.linked, ctx.bucket.count)
         with ctx.bucket.communication.in_backward(ctx.compute, gradients):
+            if ctx.bucket.communication.witness is not None:
+                ctx.bucket.communication.witness.look(gradients, ctx.bucket.count)
             with bucket_phase("reduce", ctx.bucket.number):
                 sums = _reduced(ctx.bucket, ctx.compute, flat, gradients)
         return (None, None, None, None, None, *sums)

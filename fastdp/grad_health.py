@@ -7,12 +7,13 @@ functions for lists of tensors. Nothing waits for a GPU unless it says so.
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
 from . import _torch_compat
 from .flat_gradients import joined
+from .witness import Witness
 
 __all__ = ["GradHealth", "NonFinite"]
 
@@ -25,6 +26,7 @@ class GradHealth:
     the `.grad` of the module's own parameters."""
 
     module: torch.nn.Module
+    device_ids: Sequence[Any]
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients taken as one vector.
@@ -92,11 +94,22 @@ class GradHealth:
             counted when they are asked for, in the gradients as they are then: ask before they are
             written again.
 
-        It does not tell which replica they come from. The gradients are sums over the replicas, and
-        an element of a sum does not say which term was not finite. To find out, look at the
-        replicas' outputs, one by one: `DataParallel(..., gather_outputs=False)`.
+        Which replicas they come from the sums cannot tell: see `watch_replicas`.
         """
         return NonFinite(self)
+
+    def watch_replicas(self, on: bool = True) -> None:
+        """From the next backward on, looks at each replica's gradients before they are summed, so
+        that `nonfinite().replicas` can say whose were not finite. Off by default, since it costs a
+        few launches for each replica and bucket, and since no step is recorded while it is on:
+        engine "auto" runs eagerly, "graph" raises.
+
+        Args:
+            on: False ends it, and forgets what was seen.
+        """
+        self.__dict__["_fastdp_witness"] = witness = Witness() if on else None
+        if self.device_ids:
+            self._fastdp_get_runtime().replicator.watch(witness)
 
 
 class NonFinite:
@@ -109,6 +122,21 @@ class NonFinite:
         # counted for nothing.
         self._norm = self._gradients.norm(1.0)
         self._counts: Optional[Dict[str, int]] = None
+        self._witness = wrapper.__dict__.get("_fastdp_witness")
+        self._replicas: Optional[Tuple[int, ...]] = None
+        self._is_alone = len(wrapper.device_ids) < 2
+
+    @property
+    def replicas(self) -> Optional[Tuple[int, ...]]:
+        """The replicas that had gradients that were not finite, in any backward since this was last
+        asked of the wrapper; also where the optimizer has gone on since. None if they were not
+        watched (`watch_replicas`)."""
+        if self._replicas is None and self._witness is not None:
+            if self._is_alone:  # its gradients are the sums
+                self._replicas = (0,) if self else ()
+            else:
+                self._replicas = self._witness.replicas()
+        return self._replicas
 
     @property
     def parameters(self) -> Dict[str, int]:

@@ -95,6 +95,10 @@ class Replicator:
         root = self._module()
         return self._held(root, True, lambda same: self._make(root, ranks, detach, early))
 
+    def watch(self, witness: Any) -> None:
+        """Shows each backward's gradients to a `Witness`, or to nobody."""
+        self._communication.witness = self._in_line.witness = witness
+
     def parameters(self) -> Tensors:
         """The module's parameters as they are now, each once."""
         root = self._module()

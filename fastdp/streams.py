@@ -124,6 +124,8 @@ class Communication:
     its own, and what is still being read on them. Else, and on one GPU or the host: the streams of
     compute, and nothing has to be waited for or kept."""
 
+    witness: Any = None  # looks at gradients before they are summed (witness.py)
+
     def __init__(self, devices: Sequence[torch.device], beside: bool = True) -> None:
         self.devices = distinct(devices)
         self.home = devices[0]

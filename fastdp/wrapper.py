@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from operator import attrgetter
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
 from torch import nn
@@ -31,8 +31,10 @@ from .trees import gather_tree
 
 __all__ = ["DataParallel"]
 
+Wrapped = TypeVar("Wrapped", bound=nn.Module)  # as torch's class, DataParallel[Net] is a type
 
-class DataParallel(nn.DataParallel, GradHealth, Reporting):
+
+class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting):
     """Data parallelism in one process: `torch.nn.DataParallel` without its price.
 
     Cuts the inputs along `dim`, runs one replica of the module on each device, and joins the
@@ -347,6 +349,7 @@ class DataParallel(nn.DataParallel, GradHealth, Reporting):
                 if runtime is None or not runtime.serves(self.module, devices, options):
                     runtime = Runtime(self.module, devices, options)
                     runtime.device_ids = list(self.device_ids)
+                    runtime.replicator.watch(self.__dict__.get("_fastdp_witness"))
                     self.__dict__["_fastdp_runtime"] = runtime
         return runtime
 
@@ -372,6 +375,7 @@ class DataParallel(nn.DataParallel, GradHealth, Reporting):
         state = self.__dict__.copy()
         state.pop("_fastdp_runtime", None)
         state.pop("_fastdp_surprises", None)
+        state.pop("_fastdp_witness", None)
         return state
 
 

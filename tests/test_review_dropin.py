@@ -46,7 +46,7 @@ def check_trains(dp, module):
 @row("F2", "L3")
 def test_private_names_cannot_be_met_by_accident():
     public = {*OPTIONS, "call", "warmup", "report", "dump", "trace"}
-    public |= {"grad_norm", "clip_grad_norm_", "nonfinite"}
+    public |= {"grad_norm", "clip_grad_norm_", "nonfinite", "watch_replicas"}
     for name in set(every_name(fastdp.DataParallel)) - public:
         assert name.startswith(("_fastdp_", "__")), name
     dp = fastdp.DataParallel(Net(), ["cpu", "cpu"])
@@ -150,3 +150,19 @@ def test_what_is_fastdps_works_while_torchs_class_is_patched(fast):
         fastdp.HealthMonitor(dp)
         for batch in fastdp.prefetch([ints(4, 3)], dp):
             same(dp(batch), Net()(ints(4, 3)))
+
+
+@row("F4")
+def test_the_class_takes_its_modules_type(fast):
+    """As torch's: in annotations, in bases, and called."""
+    typed = fast.api.DataParallel[Net]
+
+    class Typed(fast.api.DataParallel[Net]):
+        pass
+
+    for cls in (typed, Typed):
+        module = Net()
+        check_trains(fast.wrap_as(cls, module, 2), module)
+    with patch_and_undo():
+        module = Net()
+        check_trains(fast.wrap_as(Typed, module, 2), module)

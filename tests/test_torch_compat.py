@@ -178,7 +178,7 @@ def own_names():
 # Private by their look only: a namedtuple's documented method, parts of Python, our own keys and
 # attributes.
 NOT_TORCH = {"_make", "_fields", "_asdict", "_getframe", "_py_warnings"}
-NOT_TORCH |= {"_fastdp_runtime", "_fastdp_surprises"}
+NOT_TORCH |= {"_fastdp_runtime", "_fastdp_surprises", "_fastdp_witness"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
