@@ -27,6 +27,7 @@ class GradHealth:
 
     module: torch.nn.Module
     device_ids: Sequence[Any]
+    _fastdp_get_runtime: Any
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients taken as one vector.
