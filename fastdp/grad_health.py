@@ -25,8 +25,8 @@ class GradHealth:
     """The part of `DataParallel` that looks after gradients: those that a backward has summed into
     the `.grad` of the module's own parameters."""
 
-    module: torch.nn.Module
-    device_ids: Sequence[Any]
+    module: Any
+    device_ids: Any
     _fastdp_get_runtime: Any
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
