@@ -48,6 +48,8 @@ core-test:
 	@$(MAKE) --no-print-directory -C tests/c test asan tsan
 	@echo; echo "== Simulated training: every order, and calls that fail"
 	@$(MAKE) --no-print-directory -s -C tests/c -f simulate.mk -j$$(nproc) short
+	@echo; echo "== The corpora of the fuzz targets, under address and undefined behaviour sanitizers"
+	@$(MAKE) --no-print-directory -s -C tests/fuzz -j$$(nproc) PYTHON="$(PYTHON)" replay
 	@echo; echo "== The CUDA device over a runtime that fails on demand"
 	@mkdir -p build/core; cd tests/c; $${CC:-gcc} -std=c11 -D_GNU_SOURCE -DFDP_WITH_CUDA -g \
 	  -fsanitize=address,undefined -fno-sanitize-recover=undefined -Ifake_cuda fake_device.c \
