@@ -36,6 +36,8 @@ def _broadcast_dense(
     family: Any, sources: Sequence[Any], devices: Sequence[torch.device], limit_bytes: int
 ) -> List[List[Any]]:
     results: List[List[Any]] = [[None] * len(sources) for _ in devices]
+    if not devices:  # the tensors themselves are all that was asked for
+        return results
     moves.open_memory((*devices, *map(family.device, sources)))
     for group in _groups(family, [sources], limit_bytes):
         prototypes = tuple(sources[k] for k in group)

@@ -7,7 +7,7 @@ import torch
 from comm_cases import COUNTS, LAYOUTS, MOVED, SUMMED, disjoint, laid_out, same, values
 from fastdp import comm
 from fastdp.arrays import TORCH
-from fastdp.comm_coalesced import _groups
+from fastdp.comm_coalesced import _groups, broadcast
 from test_comm import exact_sum, home_of
 
 BUFFER_SIZES = [0, 1, 40, 100, 10485760]
@@ -41,6 +41,12 @@ def test_broadcast_coalesced_keeps_order_and_bits(count, buffer_size, devices):
     for row in rows:
         assert isinstance(row, tuple) and len(row) == len(tensors)
         assert all(same(copy, tensor) for copy, tensor in zip(row, tensors))
+
+
+def test_nothing_is_sent_where_the_tensors_are_all_that_is_asked_for():
+    """As on one GPU, the one they lie on."""
+    tensors = [torch.ones(3), torch.ones(2, dtype=torch.int64)]
+    assert broadcast(TORCH, tensors, (), 100) == []
 
 
 def test_broadcast_coalesced_of_all_dtypes_at_once():

@@ -280,7 +280,7 @@ def test_sparse_and_packed_can_be_marked(fast):
 @row("B14", "F9")
 def test_a_wrapper_without_replicas_unwraps_marks(fast):
     module = Recorder()
-    dp = fastdp.DataParallel(module, device_ids=[])
+    dp = fastdp.DataParallel(module, device_ids=["cpu"])
     dp.device_ids = []  # as on a machine without GPUs
     data, plain = [1, 2], {"p": (3,)}
     dp(Replicated(data), plain, k=[Replicated(4), 5], m={"d": Pair(Replicated(6), 7)})
