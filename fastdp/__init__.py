@@ -6,9 +6,18 @@ Importing starts no thread and opens no device.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: F401  (first: the core finds its libraries through torch's)
+
+if importlib.util.find_spec("fastdp._C") is None:
+    # Else Python blames a circular import.
+    raise ImportError(
+        f"{__file__} is fastdp's source, which was not compiled here. Run Python from another "
+        "folder than the clone, to get the fastdp that `pip install .` installed; or compile it "
+        "here: pip install -e ."
+    )
 
 from . import comm
 from ._C import build_info

@@ -165,7 +165,11 @@ class Cut(_Deal):
         if tensor.dim() == 0:
             if self._rules.replicate_scalars:
                 return copies_of(tensor, self.devices)
-        elif self._sizes is not None and tensor.size(self._dim) != self._batch:
+            raise RuntimeError(
+                f"chunk expects at least a 1-dimensional tensor, but {place(path)} is 0-dim: pass "
+                "a number, fastdp.Replicated(...), or replicate_scalars=True to the wrapper"
+            )
+        if self._sizes is not None and tensor.size(self._dim) != self._batch:
             raise ValueError(
                 f"{place(path)} has size {tensor.size(self._dim)} along dimension {self._dim}, but "
                 f"{self._cut_by} cut a batch of {self._batch}: pass fastdp.Replicated(...) for "

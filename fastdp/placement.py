@@ -23,7 +23,7 @@ def choose_devices(device_ids: Optional[Sequence[Any]]) -> Tuple[torch.device, .
 
 def _names_host(device_ids: Any) -> bool:
     """Whether the ids are meant on a machine without a GPU, where torch ignores all ids."""
-    if isinstance(device_ids, (str, torch.device)):
+    if isinstance(device_ids, (str, bytes, int, torch.device)):
         return True  # no list: parse_devices says so
     host = ("cpu", "cpu:0", -1)
     return any(getattr(device, "type", device) in host for device in device_ids)
@@ -39,6 +39,8 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def check_one_device(module: nn.Module) -> None:
+    if isinstance(module, type) or not hasattr(module, "named_modules"):
+        raise TypeError(f"module is {module!r}: it must be an instance of torch.nn.Module")
     check_tensors(module)
     found = {tensor.device for tensor in tensors_of(module)}
     if len(found) > 1:

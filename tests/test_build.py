@@ -106,6 +106,29 @@ except ImportError:
     assert run_python(code, "-W", "ignore") == "numpy was out of reach\n"
 
 
+def test_source_that_was_not_compiled_says_so(tmp_path):
+    """In a clone, after `pip install .`: Python finds the sources there first."""
+    source = tmp_path / "fastdp"
+    source.mkdir()
+    for file in (ROOT / "fastdp").glob("*.py"):
+        shutil.copy(file, source)
+    # An editable install of fastdp would lend its compiled part.
+    code = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "Editable" not in repr(finder)]
+sys.path.insert(0, sys.argv[1])
+try:
+    import fastdp
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)], capture_output=True, text=True
+    )
+    said = f"{source / '__init__.py'} is fastdp's source, which was not compiled here. Run Python "
+    assert done.stdout.startswith(said), done.stdout + done.stderr
+
+
 def test_import_starts_no_thread():
     code = """
 import os, threading, torch

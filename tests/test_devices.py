@@ -5,6 +5,7 @@ import doctest
 import pytest
 import torch
 
+import fastdp
 from fastdp import devices
 from fastdp.devices import parse_device, parse_devices
 
@@ -106,6 +107,18 @@ def test_refusals(entries, error, message, two_gpus):
 def test_cuda_without_a_gpu(entry, no_gpu):
     with pytest.raises(ValueError, match=r"device_ids\[0\] is cuda:0, but torch sees no CUDA"):
         parse_devices([entry])
+
+
+@pytest.mark.parametrize("ids", [2, torch.device("cuda"), "0,1"])
+def test_a_wrapper_wants_a_list_without_a_gpu_too(ids, no_gpu):
+    with pytest.raises(TypeError, match="device_ids must be a list of devices, not "):
+        fastdp.DataParallel(torch.nn.Linear(2, 2), ids)
+
+
+@pytest.mark.parametrize("module", [torch.nn.Linear, "net", None])
+def test_a_wrapper_wants_a_module(module):
+    with pytest.raises(TypeError, match="module is .*: it must be an instance of torch.nn.Module"):
+        fastdp.DataParallel(module, ["cpu", "cpu"])
 
 
 def test_examples():
