@@ -206,11 +206,12 @@ class Build:
 
 def catch(program: pathlib.Path, schedules: int) -> Tuple[Optional[str], float]:
     """What the simulation says of the mutant; None if it says nothing. First failures by chance,
-    then each seventh call in turn."""
+    then each 29th call in turn, in many worlds."""
     start = time.monotonic()
-    for options in (["--seed", "1"], ["--seed", "300", "--sweep", "--every", "7"]):
-        run = subprocess.run([str(program), *options, "--schedules", str(schedules), "--brief"],
-                             capture_output=True, text=True)
+    for options in (["--seed", "1", "--schedules", str(schedules)],
+                    ["--seed", "300", "--sweep", "--every", "29", "--schedules",
+                     str(2 * schedules)]):
+        run = subprocess.run([str(program), *options, "--brief"], capture_output=True, text=True)
         if run.returncode != 0:
             text = " ".join(run.stderr.split()).split(" replay:")[0]
             return text, time.monotonic() - start
@@ -245,7 +246,8 @@ def main() -> int:
     parser.add_argument("--file", help="only the calls of this file")
     parser.add_argument("--only", type=int, nargs="+", help="only these numbers of the list")
     parser.add_argument("--schedules", type=int, default=20000,
-                        help="after which a mutant has survived, twice (default: %(default)s)")
+                        help="by chance, and twice as many in turn, after which a mutant "
+                        "has survived (default: %(default)s)")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         build = Build(pathlib.Path(name))
