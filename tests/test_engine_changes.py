@@ -40,7 +40,7 @@ CHANGES = {
     "forward": lambda m: setattr(m, "forward", types.MethodType(other_forward, m)),
     "submodule": lambda m: setattr(m, "second", copy.deepcopy(m.second)),
     "class": lambda m: setattr(m.second, "__class__", type("Linear", (nn.Linear,), {})),
-    "buffer added": lambda m: m.register_buffer("extra", torch.zeros(2, dtype=torch.float64)),
+    "buffer added": lambda m: m.register_buffer("extra", m.second.weight.new_zeros(2).detach()),
     "bias removed": lambda m: setattr(m.second, "bias", None),
 }
 

@@ -298,7 +298,7 @@ def test_another_method(means):
         means.wrap(Two()).call("embed", rows(means))
 
 
-@pytest.mark.parametrize("means", ["gpu", "gpu-twice", "gpus"], indirect=True)
+@pytest.mark.parametrize("means", ["gpu-twice", "gpus"], indirect=True)
 def test_an_output_device_of_its_own(means):
     module = Apply(lambda m, x: m.lin(x))
     dp = means.wrap(module, "auto", output_device="cpu")
