@@ -82,7 +82,8 @@ class CudaRecorder:
         """What the pools hold now: activations, outputs, and whatever the libraries took."""
         wanted = {tuple(pool) for pool in pools}
         segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in wanted)
+        ours = [s for s in segments if tuple(s.get("segment_pool_id", ())) in wanted]
+        return sum(segment["total_size"] for segment in ours)
 
     def record(self, device: torch.device, pool: Any, act: Callable[[], None]) -> Any:
         """What `act` launches on `device`, to be launched by `.replay()` on the stream that is
@@ -103,7 +104,7 @@ class CudaRecorder:
         return graph
 
     def mark(self) -> Any:
-        """A point in time of the first device's stream: an event with `query` and `elapsed_time`."""
+        """A point in time of the first device's stream: an event with `query`, `elapsed_time`."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.devices[0]))
         return event

@@ -64,8 +64,8 @@ class current:
 
 
 # An event for each thread and device. A wait keeps the record that it saw, so the event is free for
-# another once the wait is enqueued. Not in a threading.local: in a forked child Python drops those of
-# all other threads, and a CUDA event that is destroyed there ends the process.
+# another once the wait is enqueued. Not in a threading.local: in a forked child Python drops those
+# of all other threads, and a CUDA event that is destroyed there ends the process.
 _events: Dict[Tuple[int, torch.device], torch.cuda.Event] = {}
 
 
