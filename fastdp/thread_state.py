@@ -3,7 +3,8 @@
 Carried: grad mode, inference mode, autocast (enabled and dtype of each device type, cache), the
 default device (`torch.set_default_device`, `with torch.device(...)`), context variables (a copy,
 so that what a forward sets does not reach the next one on that thread), and on CUDA the current
-stream of the replica's device. Process-wide in torch, so in no need of carrying: default dtype, anomaly mode, deterministic mode, matmul precision, the seed.
+stream of the replica's device. Process-wide in torch, so in no need of carrying: default dtype,
+anomaly mode, deterministic mode, matmul precision, the seed.
 Not carried: saved-tensor hooks and torch's function and dispatch modes, which reach replica 0 alone
 (it runs on the caller's thread); the order in which saved tensors are unpacked makes hooks unsafe
 to share with checkpointing.
