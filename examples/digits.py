@@ -1,5 +1,6 @@
 """Trains a small CNN on real handwritten digits with fastdp.DataParallel.
 
+    pip install scikit-learn
     python examples/digits.py
 
 The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded.

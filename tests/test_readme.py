@@ -79,12 +79,21 @@ def test_the_diff_runs_and_changes_no_number():
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+def anchors_of(page):
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)", FENCE.sub("", text_of(page)), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_files_exist(page):
     links = re.findall(r"\]\(([^)\s]+)\)", text_of(page))
     paths = [span for span in spans(page) if PATH.fullmatch(span) and span not in ELSEWHERE]
     assert links or paths
-    assert not [path for path in links + paths if not any(ROOT.glob(path.rstrip("/")))]
+    files = [link.split("#")[0] or page for link in links]
+    assert not [path for path in files + paths if not any(ROOT.glob(path.rstrip("/")))]
+    anchors = [link.split("#") for link in links if "#" in link]
+    assert not [(to, place) for to, place in anchors if place not in anchors_of(to or page)]
 
 
 @pytest.mark.parametrize("page", PAGES)
