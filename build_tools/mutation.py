@@ -42,6 +42,7 @@ CORE = {
     "fdp_endpoint_settle": "waits",
     "fdp_pool_give": "keeps alive",
     "fdp_pool_give_many": "keeps alive",
+    "fdp_pool_lose": "keeps alive",
     "fdp_stage_close": "keeps alive",
     "fdp_pool_close": "retires",
     "fdp_order_close": "retires",
@@ -149,7 +150,7 @@ def sites_of(path: pathlib.Path) -> List[Site]:
     own = helpers(code)
     types = {**{name: "fdp_status" for name in {**TABLE, **CORE}}, **own}
     for name in ("stream_close", "event_close", "memory_drop", "pinned_drop", "fdp_pool_close",
-                 "fdp_order_close", "fdp_lanes_close"):
+                 "fdp_order_close", "fdp_lanes_close", "fdp_pool_lose"):
         types[name] = "void"
     found = []
 

@@ -338,6 +338,14 @@ fdp_status fdp_pool_give_many(fdp_pool *pool, fdp_buffer *buffer, const fdp_stre
   return fdp_fail(status, "%s", message);
 }
 
+void fdp_pool_lose(fdp_pool *pool, fdp_buffer *buffer) {
+  pthread_mutex_lock(&pool->mutex);
+  pool->stats.lent_count -= 1;
+  pool->stats.lent_bytes -= buffer->size_bytes;
+  lose_locked(pool, (pool_buffer *)buffer);
+  pthread_mutex_unlock(&pool->mutex);
+}
+
 fdp_status fdp_pool_debug_fill(fdp_pool *pool) {
   static const unsigned char ones[FDP_ALIGNMENT_BYTES] = {
 #define ONES_8 255, 255, 255, 255, 255, 255, 255, 255

@@ -52,6 +52,9 @@ fdp_status fdp_pool_give(fdp_pool *pool, fdp_buffer *buffer, fdp_stream *stream)
 fdp_status fdp_pool_give_many(fdp_pool *pool, fdp_buffer *buffer, const fdp_stream_ref *users,
                               int32_t user_count, fdp_status status);
 
+/* For a buffer whose last use cannot be waited for: it is back, but is not lent again. */
+void fdp_pool_lose(fdp_pool *pool, fdp_buffer *buffer);
+
 /* Gives every unused buffer whose last use is over back to the device. */
 void fdp_pool_trim(fdp_pool *pool);
 /* From now on a buffer that comes back is filled with bytes 0xFF (NaN in every float type). */

@@ -51,6 +51,7 @@ static fdp_status lease_close(host_lease *lease, const fdp_endpoint *source,
                               fdp_status status) {
   fdp_stream_ref users[FDP_POOL_MAX_USERS];
   int32_t count = 0;
+  bool is_in_use = false; /* by the host, for all that is known */
   if (!lease->buffer) return status;
   for (int32_t i = -1; i < target_count; ++i) {
     const fdp_endpoint *user = i < 0 ? source : &targets[i];
@@ -60,10 +61,15 @@ static fdp_status lease_close(host_lease *lease, const fdp_endpoint *source,
     } else if (user->stream) {
       fdp_status drained = drain(user);
       if (status == FDP_OK) status = drained;
+      if (drained != FDP_OK) is_in_use = true;
     }
   }
   fdp_buffer *buffer = lease->buffer;
   lease->buffer = NULL;
+  if (is_in_use) {
+    fdp_pool_lose(lease->pool, buffer);
+    return status;
+  }
   return fdp_pool_give_many(lease->pool, buffer, users, count, status);
 }
 
