@@ -25,10 +25,11 @@ class Option:
     the name: there every value is the option, and a bad one is an error at the next forward.
     """
 
-    def __init__(self, name: str, check: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, name: str, check: Callable[[Any, Any], Any], standard: Any = None) -> None:
         self._name = name
         self._place = f"_fastdp_{name}"
         self._check = check
+        self._standard = standard
 
     def __get__(self, wrapper: Any, owner: Any = None) -> Any:
         if wrapper is None:
@@ -61,13 +62,32 @@ class Option:
         if wrapper.__dict__.pop(self._name, _ABSENT) is _ABSENT:
             raise AttributeError(f"{self._name!r} is an option: it can be set, not deleted")
 
+    def standard(self, wrapper: Any) -> Any:
+        """What it is where nobody said anything."""
+        return self._check(self._standard, wrapper)
+
     def _is_ours(self, wrapper: Any) -> bool:
         """Whether the wrapper is of the very class that the option is one of."""
         return vars(type(wrapper)).get(self._name) is self
 
 
-def _flag(name: str) -> Option:
-    return Option(name, lambda value, wrapper: options.flag(name, value))
+class Standard:
+    """Stands in the class under an option's private name, for wrappers whose own dictionary lacks
+    it: torch made them, or a subclass that calls none of our `__init__`. The default value, kept at
+    first use."""
+
+    def __init__(self, option: Option, place: str) -> None:
+        self._option = option
+        self._place = place
+
+    def __get__(self, wrapper: Any, owner: Any = None) -> Any:
+        if wrapper is None:
+            raise AttributeError(f"{owner.__name__} has no attribute {self._place!r}")
+        return wrapper.__dict__.setdefault(self._place, self._option.standard(wrapper))
+
+
+def _flag(name: str, standard: bool = False) -> Option:
+    return Option(name, lambda value, wrapper: options.flag(name, value), standard)
 
 
 def _sizes(value: Any, wrapper: Any) -> Any:
@@ -82,8 +102,16 @@ OPTIONS: Dict[str, Option] = {
     "transport": Option("transport", lambda value, _: environment.transport(value)),
     "engine": Option("engine", lambda value, _: environment.engine(value)),
 }
-_FLAGS = "split_lists replicate_scalars gather_outputs sequential forward_attributes"
+_FLAGS = "split_lists replicate_scalars sequential forward_attributes"
 OPTIONS.update((name, _flag(name)) for name in _FLAGS.split())
+OPTIONS["gather_outputs"] = _flag("gather_outputs", True)
+
+
+def add_options(cls: Any) -> None:
+    """Gives a class of wrappers the attributes."""
+    for name, option in OPTIONS.items():
+        setattr(cls, name, option)
+        setattr(cls, f"_fastdp_{name}", Standard(option, f"_fastdp_{name}"))
 
 
 def is_wrapper(thing: Any) -> bool:

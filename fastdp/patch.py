@@ -39,7 +39,6 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 
 from torch import nn
 
-from .attributes import OPTIONS
 from .functional import data_parallel
 from .wrapper import DataParallel
 
@@ -267,14 +266,12 @@ _SHIM = _shim.__code__.replace(co_name=_home.data_parallel.__name__)
 def _behaviour() -> Dict[str, Any]:
     """What fastdp's class consists of, made for torch's class."""
     parts = [part for part in _Fast.__mro__ if part not in _Torch.__mro__]
-    table = {
+    return {
         name: _rehomed(value)
         for part in reversed(parts)  # what comes first in the order has the last word
         for name, value in vars(part).items()
         if name not in _DESCRIBING
     }
-    table.update((f"_fastdp_{name}", _Standard(f"_fastdp_{name}")) for name in OPTIONS)
-    return table
 
 
 def _rehomed(value: Any) -> Any:
@@ -293,21 +290,6 @@ def _rehomed(value: Any) -> Any:
     )
     copy.__kwdefaults__ = value.__kwdefaults__
     return functools.update_wrapper(copy, value, updated=("__dict__",))
-
-
-class _Standard:
-    """An option of a wrapper that was made without fastdp: its default value, kept at first use.
-    Found only where the wrapper's own dictionary has no such name."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, wrapped: Any, owner: Any = None) -> Any:
-        if wrapped is None:
-            raise AttributeError(f"{_Torch.__name__} has no attribute {self._name!r}")
-        # From a wrapper made here and now: as late as this its devices are looked for anyway.
-        standard = vars(_Fast(nn.Identity(), device_ids=["cpu"]))[self._name]
-        return wrapped.__dict__.setdefault(self._name, standard)
 
 
 def _is_of_torch(value: Any) -> bool:

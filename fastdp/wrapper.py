@@ -13,7 +13,7 @@ from torch import nn
 
 from . import _torch_compat, environment, options
 from .apply import apply_modules
-from .attributes import OPTIONS
+from .attributes import add_options
 from .cuts import PLAIN, Rules, scatter_arguments
 from .devices import parse_device, parse_devices
 from .engine_choice import NOTHING, can_be_known_whole, find_obstacle, warm_up
@@ -379,8 +379,7 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting):
         return state
 
 
-for _name, _option in OPTIONS.items():
-    setattr(DataParallel, _name, _option)
+add_options(DataParallel)
 
 _untraced: Any = None
 

@@ -91,7 +91,9 @@ def test_a_subclass_has_methods_properties_and_parts_of_these_names(fast):
 
     names = [*OPTIONS, "call", "warmup", "report", "dump", "trace", "grad_norm", "nonfinite"]
     methods = type("Methods", (fast.api.DataParallel,), dict.fromkeys(names, method))
-    properties = type("Properties", (fast.api.DataParallel,), dict.fromkeys(names, property(refuse)))
+    properties = type(
+        "Properties", (fast.api.DataParallel,), dict.fromkeys(names, property(refuse))
+    )
     constants = type("Constants", (fast.api.DataParallel,), dict.fromkeys(names, "constant"))
     for cls in (methods, properties, constants):
         module = Net()
@@ -166,3 +168,18 @@ def test_the_class_takes_its_modules_type(fast):
     with patch_and_undo():
         module = Net()
         check_trains(fast.wrap_as(Typed, module, 2), module)
+
+
+@row("L3")
+def test_a_subclass_that_skips_the_constructor(impl):
+    """It does by hand what torch's constructor does."""
+
+    class ByHand(impl.api.DataParallel):
+        def __init__(self, module, device_ids, like):
+            nn.Module.__init__(self)
+            self.module, self.dim = module, 0
+            self.device_ids, self.output_device = like.device_ids, like.output_device
+            self.src_device_obj = like.src_device_obj
+
+    module = Net().to(impl.home)
+    check_trains(ByHand(module, None, impl.wrap(module, 2)), module)
