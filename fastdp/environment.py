@@ -61,7 +61,7 @@ def bucket_bytes(option: Optional[int]) -> int:
             return DEFAULT_BUCKET_BYTES
     try:
         size = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} is {value!r}: it must be a whole number of bytes") from None
     if size < 1:
         raise ValueError(f"{name} is {size}: it must be at least 1 byte")
