@@ -314,6 +314,10 @@ def _variables(facts: Facts, min_free_bytes: int) -> List[Finding]:
         elif kind is not None and not _fits(value, kind):
             text = f"{name} is {value!r}: it must be {_allowed(kind)}"
             found.append(Finding(True, name, text, "Correct it, or unset it."))
+        elif kind is None and name.startswith("FASTDP_"):
+            text = f"{name} is set, but fastdp knows no such variable"
+            advice = "Check its spelling: README.md lists those that it knows."
+            found.append(Finding(False, name, text, advice))
     return found
 
 

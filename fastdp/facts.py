@@ -345,13 +345,16 @@ def pinned() -> int:
 
 
 def variables() -> List[Dict[str, Any]]:
-    """Ours, of the core's table, set or not; of others' those that are set."""
+    """Ours, of the core's table, set or not; of others', and of those that only look like ours,
+    those that are set."""
     rows = [
         {"name": name, "value": os.environ.get(name) or None, "kind": kind, "default": default}
         for name, kind, default, _ in _C.env_table()
     ]
+    known = {row["name"] for row in rows}
+    strange = sorted(n for n in os.environ if n.startswith("FASTDP_") and n not in known)
     return rows + [
         {"name": name, "value": os.environ[name], "kind": None, "default": None}
-        for name in OTHERS_VARIABLES
+        for name in [*OTHERS_VARIABLES, *strange]
         if name in os.environ
     ]

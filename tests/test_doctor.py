@@ -284,6 +284,10 @@ VERDICTS = {
         variable("FASTDP_TEST_BAD_PEER", "0-1"),
         True, "FASTDP_TEST_BAD_PEER is '0-1'", "Unset it",
     ),
+    "a variable that is none": (
+        lambda m: m.variable("FASTDP_TRANPORT", "host", None),
+        False, "FASTDP_TRANPORT is set, but fastdp knows no such variable", "spelling",
+    ),
     "launches that block": (
         variable("CUDA_LAUNCH_BLOCKING", "1"),
         False, "CUDA_LAUNCH_BLOCKING is set", "Unset it",

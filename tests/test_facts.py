@@ -207,8 +207,10 @@ def test_others_variables_stand_there_if_they_are_set(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
     monkeypatch.setenv("FASTDP_ENGINE", "")
+    monkeypatch.setenv("FASTDP_TRANPORT", "host")
     rows = {row["name"]: row for row in facts.variables()}
     assert rows["NCCL_P2P_DISABLE"]["value"] == "1" and "NCCL_DEBUG" not in rows
+    assert rows["FASTDP_TRANPORT"] | {"value": "host", "kind": None} == rows["FASTDP_TRANPORT"]
     assert rows["FASTDP_ENGINE"]["value"] is None  # empty counts as not set
     assert rows["FASTDP_ENGINE"]["kind"] == "eager|auto|graph"
 
