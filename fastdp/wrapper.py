@@ -70,7 +70,6 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting):
             FASTDP_BUCKET_BYTES, else 25 MiB.
         transport: what carries parameters and gradients between devices: "auto", "local", "peer",
             "nccl" or "host". Default: FASTDP_TRANSPORT, else "auto".
-
         engine: "eager" runs the model's Python at every step. "auto" records a step that comes back
             (CUDA graphs) and replays it if that is faster; what cannot be recorded stays eager, for
             a reason that `report` and the log name. "graph" insists on recording and raises where
@@ -84,12 +83,17 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting):
     outputs are joined along `dim`; 0-dim outputs become a vector with one entry per replica.
 
     Raises:
+        TypeError: device_ids that is no list, what is no module, a flag that is no bool.
         ValueError: unknown devices or options, a module that spans devices.
         RuntimeError: at a forward, when parameters or buffers are not on device_ids[0].
         EngineError: at a forward, when engine is "graph" and it cannot be recorded.
 
     An error in a replica is raised after all have finished, with its own type, the replica and its
     device in the text, and the original as `__cause__`; the wrapper stays usable.
+
+    >>> dp = DataParallel(torch.nn.Linear(8, 2), device_ids=["cpu", "cpu"])
+    >>> dp(torch.randn(5, 8)).shape
+    torch.Size([5, 2])
     """
 
     def __init__(
