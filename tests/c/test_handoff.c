@@ -135,13 +135,14 @@ static void test_wakes(void) {
   fdp_handoff_init(&handoff);
   pthread_t thread, self = pthread_self();
   void *item = NULL;
-  struct sigaction action = {.sa_handler = on_signal};
-  sigaction(SIGUSR1, &action, NULL);
+  struct sigaction action = {.sa_handler = on_signal}, former;
+  sigaction(SIGUSR1, &action, &former);
   CHECK_EQUAL(pthread_create(&thread, NULL, signal_later, &self), 0);
   int64_t start = now_ms();
   CHECK_FAILS(fdp_handoff_take(&handoff, 20000, &item), FDP_TIMED_OUT, NULL);
   CHECK(now_ms() - start < 10000);
   pthread_join(thread, NULL);
+  sigaction(SIGUSR1, &former, NULL);
   CHECK_EQUAL(pthread_create(&thread, NULL, close_later, &handoff), 0);
   CHECK_FAILS(fdp_handoff_take(&handoff, -1, &item), FDP_ABORTED, NULL);
   pthread_join(thread, NULL);
