@@ -27,7 +27,10 @@ static int current_stream(py_gate *gate, fdp_stream **stream) {
   fdp_py_state *state = fdp_py_state_of((PyObject *)gate);
   PyObject *index, *handle = NULL;
 
-  if (state->stream_table != NULL) return fdp_py_stream_current(state, gate->device, stream);
+  if (state->stream_table != NULL) {
+    if (fdp_py_stream_current(state, gate->device, stream) == 0) return 0;
+    PyErr_Clear(); /* a torch without GPUs, whose streams somebody pretends */
+  }
   index = PyLong_FromLong(gate->device.ordinal);
   if (index != NULL) handle = PyObject_CallOneArg(gate->raw_stream, index);
   Py_XDECREF(index);

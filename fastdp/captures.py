@@ -143,7 +143,7 @@ def _abandon(graph: Any, device: torch.device, pool: Any) -> None:
 
 def under_way() -> bool:
     """Whether the caller's current stream is being captured, by whomever."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def reason_against(devices: Sequence[torch.device]) -> str:

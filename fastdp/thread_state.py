@@ -22,7 +22,8 @@ from . import _torch_compat
 
 
 def _autocast_types() -> Tuple[str, ...]:
-    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    # Not is_available(), which may ask the driver at every call.
+    return ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
 
 
 class ThreadState:
