@@ -12,6 +12,11 @@ from fastdp import awaited, functions, plans, replica_sets, replicas, streams
 
 GPUS = [torch.device("cuda", index) for index in range(2)]
 
+pytestmark = pytest.mark.skipif(
+    torch.backends.cuda.is_built() and not torch.cuda.is_available(),
+    reason="needs GPUs, or a torch without CUDA: this one asks the driver that is not there",
+)
+
 
 class Stream:
     def __init__(self, name, device):
