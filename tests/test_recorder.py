@@ -118,7 +118,7 @@ def run(script, **settings):
 
 # A forward that never comes back to Python: no signal handler of Python's could run.
 HANG = """
-    import ctypes, torch, fastdp
+    import ctypes, os, torch, fastdp
     from torch import nn
 
     class Hang(nn.Module):
@@ -127,7 +127,7 @@ HANG = """
             self.weight = nn.Parameter(torch.ones(3))
 
         def forward(self, x):
-            print("hangs", flush=True)
+            os.write(1, b"hangs\\n")  # at once: the other replica may come between
             ctypes.PyDLL(None).sleep(600)  # keeps the GIL
 
     fastdp.DataParallel(Hang(), ["cpu"] * 2)(torch.ones(4, 3))
