@@ -42,7 +42,7 @@ class Bucket:
         transport: Optional[str] = None,
     ) -> None:
         self.communication = communication
-        self.number = 0  # its place in its plan, for the names of phases
+        self.number = 0  # its place in its plan
         self.places = tuple(places)
         self.parameters = tuple(parameters)
         self._kinds = tuple(torch.nn.Parameter if each else None for each in self.parameters)

@@ -24,8 +24,6 @@ from .streams import distinct
 _lock = threading.RLock()
 _streams: Dict[torch.device, Any] = {}
 
-Capture = Callable[[torch.device, Any, Callable[[], None]], Any]
-
 
 class CudaRecorder:
     """Records on the GPUs of `devices`."""

@@ -9,6 +9,7 @@ from typing import Any, Dict, Iterator, Optional, Tuple
 
 import torch
 
+from .cuts import PLAIN
 from .devices import parse_device
 from .streams import distinct
 
@@ -40,14 +41,12 @@ def find_obstacle(wrapper: Any, method: Optional[str]) -> str:
     return ""
 
 
-def can_be_known_whole(wrapper: Any, method: Optional[str]) -> bool:
-    """Whether arguments that are alike are cut alike, and nothing stands against recording."""
+def cuts_alike(wrapper: Any) -> bool:
+    """Whether arguments that are alike are cut alike."""
     from .wrapper import DataParallel
 
     own = type(wrapper).scatter is not DataParallel.scatter or "scatter" in wrapper.__dict__
-    plain = wrapper._fastdp_chunk_sizes is None and not wrapper._fastdp_split_lists
-    plain = plain and not wrapper._fastdp_replicate_scalars
-    return plain and not own and not find_obstacle(wrapper, method)
+    return not own and wrapper._fastdp_rules() is PLAIN
 
 
 def warm_up(wrapper: Any, inputs: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:

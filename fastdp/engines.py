@@ -12,7 +12,18 @@ import logging
 import threading
 from collections import OrderedDict
 from contextlib import nullcontext
-from typing import Any, Callable, ContextManager, Dict, Hashable, List, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Hashable,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 
@@ -37,10 +48,20 @@ MAX_RECORDINGS = 4
 _MAX_RESTARTS = 3
 
 
+class _Key(NamedTuple):
+    """A signature."""
+
+    arguments: Hashable
+    place: Hashable  # of the module's parameters and buffers
+    training: bool
+    state: Hashable
+    dim: int
+
+
 class _Entry:
     """What is known of one signature."""
 
-    def __init__(self, number: int, key: Hashable) -> None:
+    def __init__(self, number: int, key: _Key) -> None:
         self.number = number
         self.key = key
         self.steps: Dict[str, int] = {"eager": 0, "graph": 0}
@@ -51,8 +72,6 @@ class _Entry:
         self.snapshot: Any = None
         self.asked = Asked()
         self.recording: Optional[Recording] = None
-        self.place: Hashable = None  # of the module's tensors, as recorded
-        self.ranks = 0
         self.trial: Optional[Trial] = None
         self.times: Optional[Tuple[float, float]] = None
 
@@ -82,7 +101,7 @@ class Engine:
         self._replicator = replicator
         self._against = "" if recorder else captures.reason_against(replicator.devices)
         self._recorder = recorder
-        self._entries: "OrderedDict[Hashable, _Entry]" = OrderedDict()
+        self._entries: "OrderedDict[_Key, _Entry]" = OrderedDict()
         # Recorded signatures, by what can be known of them before arguments are cut.
         self._whole: Dict[Hashable, _Entry] = {}
         self._last: Optional[_Entry] = None
@@ -136,8 +155,8 @@ class Engine:
                 return NOTHING
             if entry.recording.busy() or entry.snapshot.differs() is not None:
                 return NOTHING
-            source = self._replicator.source(entry.ranks, _wants_gradients(), dim)
-            if _place_of(source) != entry.place:
+            source = self._replicator.source(entry.recording.ranks, _wants_gradients(), dim)
+            if _place_of(source) != entry.key.place:
                 return NOTHING
             self._meet(entry)
             entry.steps["graph"] += 1
@@ -217,16 +236,16 @@ class Engine:
 
     def _signature(
         self, root: Any, rows: Any, named: Any, dim: int
-    ) -> Tuple[Hashable, Any, Source]:
+    ) -> Tuple[_Key, Any, Source]:
         devices = self._replicator.devices[: len(rows)]
         if _torch_compat.forward_mode_active():
             raise NotRecordable("forward-mode differentiation is active")
         arguments, pieces = signatures.of_arguments(rows, named, devices)
         source = self._replicator.source(len(rows), _wants_gradients(), dim)
-        key = arguments, _place_of(source), root.training, global_state(), dim
+        key = _Key(arguments, _place_of(source), root.training, global_state(), dim)
         return key, pieces, source
 
-    def _entry(self, key: Hashable) -> _Entry:
+    def _entry(self, key: _Key) -> _Entry:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = _Entry(self._made, key)
@@ -339,7 +358,6 @@ class Engine:
             return
         try:
             asked = entry.asked.places()
-            entry.place, entry.ranks = _place_of(source), len(rows)
             recording = Recording(source, rows, named, pieces, recorder, asked)
         except NotRecordable as reason:
             self._give_up(entry, str(reason))

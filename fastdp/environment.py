@@ -4,7 +4,7 @@ sentences that diagnostics print, is the core's (csrc/env.c, `fastdp._C.env_tabl
 from __future__ import annotations
 
 import os
-from typing import Any, Optional
+from typing import Any, Optional, Tuple
 
 UNUSED_GRADS = ("zero", "none")
 OVERLAPS = ("auto", "always", "never")
@@ -15,12 +15,7 @@ DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 def unused_grad(option: Optional[str]) -> str:
     """The keyword `unused_grad`, else FASTDP_UNUSED_GRAD, else "zero"."""
-    name, value = "unused_grad", option
-    if value is None:
-        name, value = "FASTDP_UNUSED_GRAD", os.environ.get("FASTDP_UNUSED_GRAD") or "zero"
-    if value not in UNUSED_GRADS:
-        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(UNUSED_GRADS)}")
-    return value
+    return _choice("unused_grad", option, "FASTDP_UNUSED_GRAD", UNUSED_GRADS, "zero")
 
 
 def transport(option: Optional[str]) -> Optional[str]:
@@ -35,19 +30,22 @@ def transport(option: Optional[str]) -> Optional[str]:
 
 def overlap() -> str:
     """FASTDP_OVERLAP, else "auto"."""
-    value = os.environ.get("FASTDP_OVERLAP") or "auto"
-    if value not in OVERLAPS:
-        raise ValueError(f"FASTDP_OVERLAP is {value!r}: it must be one of {', '.join(OVERLAPS)}")
-    return value
+    return _choice("", None, "FASTDP_OVERLAP", OVERLAPS, "auto")
 
 
 def engine(option: Optional[str]) -> str:
     """The keyword `engine`, else FASTDP_ENGINE, else "eager"."""
-    name, value = "engine", option
+    return _choice("engine", option, "FASTDP_ENGINE", ENGINES, "eager")
+
+
+def _choice(
+    keyword: str, option: Optional[str], variable: str, allowed: Tuple[str, ...], standard: str
+) -> str:
+    name, value = keyword, option
     if value is None:
-        name, value = "FASTDP_ENGINE", os.environ.get("FASTDP_ENGINE") or "eager"
-    if value not in ENGINES:
-        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(ENGINES)}")
+        name, value = variable, os.environ.get(variable) or standard
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(allowed)}")
     return value
 
 

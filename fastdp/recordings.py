@@ -67,13 +67,12 @@ class Recording:
         others = self._tapes[1:]
         self._flats = [tuple(tape.flats[k] for tape in others) for k in range(len(buckets))]
         self._complex = any(bucket.dtype.is_complex for bucket in buckets)
-        # Buckets that get gradients, in the order in which a backward completes them.
-        packs = [k for k, packed in enumerate(self._tapes[0].packed) if packed is not None]
-        self._complete = packs[::-1]
-        # A module that is called directly has nobody who makes zeros for what it does not use.
+        # Of the buckets that get gradients, in the order in which a backward completes them. A
+        # module that is called directly has nobody who makes zeros for what it does not use.
         self._sums = [
-            _Sums(buckets[k], k, self._tapes, buckets[k].keeps_none or not source.gathered)
-            for k in self._complete
+            _Sums(bucket, self._tapes, bucket.keeps_none or not source.gathered)
+            for bucket in reversed(buckets)
+            if self._tapes[0].packed[bucket.number] is not None
         ]
         self._learning = [place for sums in self._sums for place in sums.bucket.places]
         self._streams: List[Any] = []  # of the last step
@@ -89,6 +88,10 @@ class Recording:
     def arrived(self, device: torch.device) -> List[Any]:
         """As a `Communication`: what the replicas' dictionaries wait for (awaited.py)."""
         return self._arrivals[device]
+
+    @property
+    def ranks(self) -> int:
+        return len(self._devices)
 
     def size_bytes(self) -> int:
         """The memory that this recording holds on all devices; slow."""
@@ -355,9 +358,9 @@ class Recording:
 class _Sums:
     """The gradients of one bucket, packed by each replica, on their way to their sum."""
 
-    def __init__(self, bucket: Bucket, k: int, tapes: Sequence[Tape], keeps_none: bool) -> None:
+    def __init__(self, bucket: Bucket, tapes: Sequence[Tape], keeps_none: bool) -> None:
+        k = bucket.number
         self.bucket = bucket
-        self._number = k
         self._keeps_none = keeps_none
         self._packed = tuple(tape.packed[k] for tape in tapes)
         self._ready = [(tape.device, event) for tape in tapes for event in tape.ready[k : k + 1]]
@@ -369,7 +372,7 @@ class _Sums:
         size = self._packed[0].numel()
         _C.reduce(self._packed, flat if flat.numel() == size else flat[:size])
         slots: List[Optional[torch.Tensor]] = list(self.bucket.slots(flat))
-        for slot in way.unused[self._number] if self._keeps_none else ():
+        for slot in way.unused[self.bucket.number] if self._keeps_none else ():
             slots[slot] = None
         return slots
 

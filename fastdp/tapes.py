@@ -21,7 +21,6 @@ class Column:
 
     def __init__(self, tensors: Sequence[torch.Tensor], path: str, grad: bool) -> None:
         self.live = list(tensors)
-        self.path = path
         self.differentiable = grad and tensors[0].requires_grad
         if any(t.requires_grad != tensors[0].requires_grad for t in tensors):
             raise NotRecordable(f"{path} requires gradients on some replicas only")

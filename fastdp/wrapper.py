@@ -16,7 +16,7 @@ from .apply import apply_modules
 from .attributes import add_options
 from .cuts import PLAIN, Rules, scatter_arguments
 from .devices import parse_device, parse_devices
-from .engine_choice import NOTHING, can_be_known_whole, find_obstacle, warm_up
+from .engine_choice import NOTHING, cuts_alike, find_obstacle, warm_up
 from .grad_health import GradHealth
 from .losses import anchored, weigh
 from .marks import unmarked
@@ -210,15 +210,17 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting):
                     "copies between devices have no rules for them. Call the module itself there, "
                     "or use torch.autograd"
                 )
-            whole = None
-            if self._fastdp_engine != "eager" and can_be_known_whole(self, method):
-                # A recorded step that is known by its arguments as they are cuts them itself.
-                engine = self._fastdp_get_engine()
-                whole = engine.whole_of(self.module, inputs, kwargs, self.dim)
-                if whole is not None:
-                    outputs = engine.shortcut(self.module, whole, self.dim)
-                    if outputs is not NOTHING:
-                        return outputs
+            whole, obstacle = None, ""
+            if self._fastdp_engine != "eager":
+                obstacle = find_obstacle(self, method)
+                if not obstacle and cuts_alike(self):
+                    # A recorded step that is known by its arguments as they are cuts them itself.
+                    engine = self._fastdp_get_engine()
+                    whole = engine.whole_of(self.module, inputs, kwargs, self.dim)
+                    if whole is not None:
+                        outputs = engine.shortcut(self.module, whole, self.dim)
+                        if outputs is not NOTHING:
+                            return outputs
             with phase("scatter"):
                 rows, named = self.scatter(inputs, kwargs, self.device_ids)
             if not rows and not named:
@@ -238,7 +240,6 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting):
 
             if self._fastdp_engine == "eager":
                 return eager()
-            obstacle = find_obstacle(self, method)
             return self._fastdp_get_engine().forward(
                 self.module, rows, named, self.dim, obstacle, eager, whole
             )
