@@ -45,8 +45,8 @@ static fdp_status give_back(const peer_broadcast *work, const fdp_endpoint *owne
   return fdp_pool_give_many(owner->pool, buffer, users, count, status);
 }
 
-/* Packs what lies in [begin, end) of the bucket into scratch. Gaps are filled, as the whole is copied
- * from here on. */
+/* Packs what lies in [begin, end) of the bucket into scratch. Gaps are filled, as the whole is
+ * copied from here on. */
 static fdp_status pack_scratch(const peer_broadcast *work, int64_t begin, int64_t end) {
   const fdp_endpoint *home = work->home;
   int32_t count = fdp_span_cut_segments(work->filled, work->filled_count, begin, end, work->cut);

@@ -1,9 +1,21 @@
 #include "py_bucket.h"
 
-#include "py_borrow.h"
+#include "bucket_slots.h"
 #include "py_layout.h"
 #include "py_slots.h"
 #include "py_views.h"
+
+int fdp_py_bucket_borrow_flat(const fdp_py_bucket *bucket, fdp_py_borrower *borrower,
+                              PyObject *flat, const char *verb, fdp_view *view) {
+  static const fdp_py_argument argument = {"flat", -1, -1};
+  fdp_status status;
+
+  if (fdp_py_borrow(borrower, flat, FDP_PY_WRITE, &argument, view) < 0) return -1;
+  status = fdp_bucket_check_flat(bucket->plan, view, verb, "flat", -1);
+  if (status == FDP_OK) return 0;
+  fdp_py_raise(borrower->state, status);
+  return -1;
+}
 
 /* The offsets that a caller gave, one for each prototype, in a block to be freed; NULL for None.
  * 0, or -1 with an error set. */

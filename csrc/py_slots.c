@@ -3,12 +3,11 @@
 #include <string.h>
 
 #include "bucket_slots.h"
-#include "py_borrow.h"
 #include "py_bucket.h"
 #include "py_layout.h"
 
-/* Where a slot is found: in a piece of the buffer, or, with `run` >= 0, in a piece of a run. `shape`
- * and `strides` are what the piece takes on in place; NULL where it has them already. */
+/* Where a slot is found: in a piece of the buffer, or, with `run` >= 0, in a piece of a run.
+ * `shape` and `strides` are what the piece takes on in place; NULL where it has them already. */
 typedef struct cut {
   int32_t piece, run;
   PyObject *shape, *strides;
@@ -226,21 +225,14 @@ static PyObject *split(const fdp_py_cuts *cuts, const fdp_py_names *names, PyObj
 }
 
 PyObject *fdp_py_bucket_split(PyObject *self, PyObject *flat) {
-  static const fdp_py_argument argument = {"flat", -1, -1};
   fdp_py_bucket *bucket = (fdp_py_bucket *)self;
   const fdp_py_cuts *cuts;
   fdp_py_borrower borrower;
   PyObject *result = NULL;
-  fdp_status status;
   fdp_view view;
 
   fdp_py_borrower_open(&borrower, fdp_py_state_of(self));
-  if (fdp_py_borrow(&borrower, flat, FDP_PY_WRITE, &argument, &view) < 0) goto done;
-  status = fdp_bucket_check_flat(bucket->plan, &view, "bucket split", "flat", -1);
-  if (status != FDP_OK) {
-    fdp_py_raise(borrower.state, status);
-    goto done;
-  }
+  if (fdp_py_bucket_borrow_flat(bucket, &borrower, flat, "bucket split", &view) < 0) goto done;
   cuts = find_cuts(bucket, view.shape[0]);
   if (cuts != NULL) result = split(cuts, &borrower.state->names, flat);
 done:

@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "bucket_slots.h"
-#include "py_borrow.h"
 #include "py_bucket.h"
 #include "py_producer.h"
 
@@ -99,7 +98,6 @@ done:
 }
 
 PyObject *fdp_py_bucket_views(PyObject *self, PyObject *flat) {
-  static const fdp_py_argument argument = {"flat", -1, -1};
   fdp_py_bucket *bucket = (fdp_py_bucket *)self;
   int32_t count = fdp_bucket_count(bucket->plan);
   DLManagedTensorVersioned *managed = NULL;
@@ -107,16 +105,10 @@ PyObject *fdp_py_bucket_views(PyObject *self, PyObject *flat) {
   fdp_py_producer producer;
   fdp_py_borrower borrower;
   PyObject *result = NULL;
-  fdp_status status;
   fdp_view view;
 
   fdp_py_borrower_open(&borrower, fdp_py_state_of(self));
-  if (fdp_py_borrow(&borrower, flat, FDP_PY_WRITE, &argument, &view) < 0) goto done;
-  status = fdp_bucket_check_flat(bucket->plan, &view, "bucket views", "flat", -1);
-  if (status != FDP_OK) {
-    fdp_py_raise(borrower.state, status);
-    goto done;
-  }
+  if (fdp_py_bucket_borrow_flat(bucket, &borrower, flat, "bucket views", &view) < 0) goto done;
   if (fdp_py_producer_find(borrower.state, Py_TYPE(flat), &producer) < 0) goto done;
   if (view.device.kind == FDP_DEVICE_CUDA || producer.table == NULL ||
       producer.table->managed_tensor_from_py_object_no_sync == NULL ||

@@ -252,7 +252,9 @@ def run_function(*args: Any) -> Any:
     return data_parallel(*args)
 
 
-def _shim(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None):  # type: ignore[no-untyped-def]
+def _shim(  # type: ignore[no-untyped-def]
+    module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None
+):
     # Only its code is used, in torch's function; so it sees no global name of this file.
     from fastdp.patch import run_function
 

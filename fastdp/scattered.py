@@ -153,6 +153,7 @@ def _checked_dim(slices: Sequence[torch.Tensor], dim: int) -> int:
         if not fits or part.dtype != first.dtype:
             raise ValueError(
                 f"slices[{i}] has shape {tuple(part.shape)} and {part.dtype}, but slices[0] has "
-                f"{tuple(first.shape)} and {first.dtype}: they may differ along dimension {dim} only"
+                f"{tuple(first.shape)} and {first.dtype}: they may differ along dimension {dim} "
+                "only"
             )
     return dim

@@ -1,9 +1,9 @@
 """What the tests of the wrapper share: the two implementations, and the devices they run on.
 
-A test that asks for `impl` runs on torch's own nn.DataParallel and on fastdp, so it states what both
-do. A test that asks for `fast` runs on fastdp alone: there fastdp betters torch on purpose, or
-torch's cannot show it. Host replicas always (torch's through oracle.py); with a GPU and a CUDA build
-also several replicas on one GPU, and with several GPUs replicas spread over them.
+A test that asks for `impl` runs on torch's own nn.DataParallel and on fastdp, so it states what
+both do. A test that asks for `fast` runs on fastdp alone: there fastdp betters torch on purpose, or
+torch's cannot show it. Host replicas always (torch's through oracle.py); with a GPU and a CUDA
+build also several replicas on one GPU, and with several GPUs replicas spread over them.
 
 A test that covers a row of rows.py may be skipped for want of GPUs or of a newer torch, no more.
 """

@@ -1,6 +1,6 @@
 """docs/: the code of each page runs, and what the tables of migrating.md say is so. One test per
-row, named by the row's first cell; nn.DataParallel's side is torch's own code (oracle.py), DDP's are two
-processes over gloo."""
+row, named by the row's first cell; nn.DataParallel's side is torch's own code (oracle.py), DDP's
+are two processes over gloo."""
 
 import dataclasses
 import json

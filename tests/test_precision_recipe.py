@@ -1,6 +1,6 @@
 """The recipe for mixed precision of docs/operating.md: autocast, GradScaler, unscale, clipping, and
-steps that are skipped since one replica alone overflowed. On host replicas and on GPUs, recorded and
-not: the numbers of torch's own tools on the same wrapper, and of the bare module."""
+steps that are skipped since one replica alone overflowed. On host replicas and on GPUs, recorded
+and not: the numbers of torch's own tools on the same wrapper, and of the bare module."""
 
 import copy
 

@@ -66,7 +66,7 @@ def test_every_behaviour_test_has_a_row():
 
 
 def reasons_to_skip(path):
-    """The reasons of skip, skipif and importorskip in one file, as far as they are written there."""
+    """The reasons of skip, skipif and importorskip in one file, as far as they stand there."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call):
             continue

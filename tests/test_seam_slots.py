@@ -82,7 +82,9 @@ RUNS = {
     "two runs": rows((3, 16), (4, 16), (2, 2, 4), (3, 2, 4), (8, 2, 4)),
     "ends of runs": rows((16,), (4, 16), (4, 16), (16,), (4, 16), (4, 8), (), (4, 16), (4, 16)),
     "empty ones between": rows((4, 16), (0, 16), (4, 16), (4, 0), (4, 16)),
-    "channels last": rows((4, 8, 3, 3), (2, 8, 3, 3), (4, 4, 1, 1), (8, 4, 1, 1), channels_last=True),
+    "channels last": rows(
+        (4, 8, 3, 3), (2, 8, 3, 3), (4, 4, 1, 1), (8, 4, 1, 1), channels_last=True
+    ),
     "of other strides": (*rows((4, 16), (4, 16)), *(t.t() for t in rows((16, 4), (16, 4)))),
     "one column": (*rows((16, 1), (32, 1)), *(t.t() for t in rows((1, 16), (1, 16), (1, 32)))),
 }

@@ -1,5 +1,6 @@
 """Thousands of steps, and many wrappers: as many live objects, threads, file descriptors and bytes
-at the end as early on. `--long` takes 10,000 steps and 1,000 wrappers, and allows 1 MB of growth."""
+at the end as early on. `--long` takes 10,000 steps and 1,000 wrappers, and allows 1 MB of
+growth."""
 
 import gc
 import os

@@ -154,7 +154,8 @@ def ids(request):
 @pytest.mark.parametrize("transport", ["local", "peer", "host"])
 def test_the_keyword_on_gpus(ids, transport):
     if transport == "local" and ids[0] != ids[1]:
-        words = "transport=local does not join the devices: cuda:. and cuda:. are different memories"
+        words = "transport=local does not join the devices: "
+        words += "cuda:. and cuda:. are different memories"
         with pytest.raises(NotImplementedError, match=words):
             trained(ids, transport)
         return

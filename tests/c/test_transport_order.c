@@ -285,7 +285,7 @@ static int32_t count_idle_waits(scene_verb verb, const char *transport, const ma
   return idle_count;
 }
 
-/* maps[2] has two leads, a target that follows one of them, and one on home's device. Idle are only:
+/* maps[2] has two leads, a target that follows one of them, and one on home's device. Idle are:
  * - peer's bucket broadcast: in the last three rounds, the hub's two waits for the reads of shards,
  *   which matter to whoever takes that scratch next; and in as many rounds, where it is taken, the
  *   two takers' waits for it, as they have waited for the hub since.
