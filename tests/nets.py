@@ -5,6 +5,7 @@ for equality. `by_hand` is data parallelism in ten lines, for models whose arith
 copy of the module per chunk, gradients summed in rank order.
 """
 
+import collections
 import copy
 
 import torch
@@ -54,6 +55,22 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.second(self.first(x) ** 2)
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+class Recorder(nn.Module):
+    """Keeps what each replica was called with, in the order in which the replicas ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = linear()
+        self.calls = []
+
+    def forward(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+        return self.lin.bias.expand(1, 2)
 
 
 class Apply(nn.Module):

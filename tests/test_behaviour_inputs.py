@@ -5,25 +5,10 @@ import collections
 import numpy as np
 import pytest
 import torch
-from nets import Apply, Net, exact, grads, ints, linear, same
+from nets import Apply, Net, Pair, Recorder, exact, grads, ints, linear, same
 from torch import nn
 
 row = pytest.mark.row
-
-Pair = collections.namedtuple("Pair", "a b")
-
-
-class Recorder(nn.Module):
-    """Keeps the arguments each replica got, in the order of the tensors' first element."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = linear()
-        self.calls = []
-
-    def forward(self, *args, **kwargs):
-        self.calls.append((args, kwargs))
-        return self.lin.bias.expand(1, 2)
 
 
 def calls_of(impl, n, *args, **kwargs):

@@ -2,12 +2,11 @@
 `replicate_scalars`, and the mark `Replicated`. Each against the arithmetic of the plain module on
 pieces cut by hand, with equality."""
 
-import collections
 import pickle
 
 import pytest
 import torch
-from nets import Apply, Net, exact, grads, ints, linear, same
+from nets import Apply, Net, Pair, Recorder, exact, grads, ints, linear, same
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
@@ -15,21 +14,6 @@ import fastdp
 from fastdp import Replicated
 
 row = pytest.mark.row
-
-Pair = collections.namedtuple("Pair", "a b")
-
-
-class Recorder(nn.Module):
-    """Keeps what each replica was called with; run in order, so that ranks are known."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = linear()
-        self.calls = []
-
-    def forward(self, *args, **kwargs):
-        self.calls.append((args, kwargs))
-        return self.lin.bias.expand(1, 2)
 
 
 def calls_of(fast, n, args=(), kwargs=None, **options):

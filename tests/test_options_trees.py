@@ -8,24 +8,13 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-from nets import linear, same
+from nets import Recorder, same
 from test_trees import CONSTANTS, SETTINGS, Pair, tensors, trees
-from torch import nn
 
 import oracle
 from fastdp import Replicated
 
 row = pytest.mark.row
-
-
-class Recorder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = linear()
-        self.calls = []
-
-    def forward(self, *args, **kwargs):
-        self.calls.append((args, kwargs))
 
 
 def calls_of(fast, n, args, kwargs, **options):

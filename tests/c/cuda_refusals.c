@@ -8,19 +8,7 @@
 #include <string.h>
 
 #include "../../csrc/context.h"
-
-static int passed, failed;
-
-static void check(bool ok, int line, const char *text) {
-  if (ok) {
-    passed++;
-  } else {
-    failed++;
-    printf("FAILED line %d: %s (last message: %s)\n", line, text, fdp_last_message());
-  }
-}
-
-#define CHECK(condition) check((condition), __LINE__, #condition)
+#include "alone.h"
 
 int main(int argument_count, char **arguments) {
   static const fdp_device_id gpus[] = {{FDP_DEVICE_CUDA, 0}, {FDP_DEVICE_CUDA, 1}};

@@ -12,20 +12,9 @@
 
 #include "../../csrc/device_cuda.h"
 #include "../../csrc/device_cuda_guard.h"
+#include "alone.h"
 #include "fake_cuda/fake_runtime.h"
 
-static int passed, failed;
-
-static void check(bool ok, int line, const char *text) {
-  if (ok) {
-    passed++;
-  } else {
-    failed++;
-    printf("FAILED line %d: %s (last message: %s)\n", line, text, fdp_last_message());
-  }
-}
-
-#define CHECK(condition) check((condition), __LINE__, #condition)
 #define CHECK_FAILS(call, status, message) \
   CHECK((call) == (status) && strcmp(fdp_last_message(), (message)) == 0)
 

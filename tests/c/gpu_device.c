@@ -11,22 +11,12 @@
 
 #include "../../csrc/device_cuda.h"
 #include "../../csrc/device_cuda_guard.h"
+#include "alone.h"
 
 enum { SLOW_BYTES = 256 << 20, SLOW_COPIES = 600 }; /* some 60 ms and more of work */
 
-static int passed, failed;
 static bool is_short;
 
-static void check(bool ok, int line, const char *text) {
-  if (ok) {
-    passed++;
-  } else {
-    failed++;
-    printf("FAILED line %d: %s (last message: %s)\n", line, text, fdp_last_message());
-  }
-}
-
-#define CHECK(condition) check((condition), __LINE__, #condition)
 #define CHECK_OK(call) CHECK((call) == FDP_OK)
 
 typedef struct rig {
