@@ -32,6 +32,8 @@ def test_replicas_can_wait_for_each_other(impl, n):
 
 @row("I7", why="concurrent calls from two threads")
 def test_concurrent_calls_on_one_wrapper(impl):
+    if impl.is_oracle and impl.gpus > 1:
+        pytest.skip("needs 1 GPU: over several, torch's own gave three threads wrong numbers")
     module, plain = Net(), Net()
     dp = impl.wrap(module, 2)
     errors = []

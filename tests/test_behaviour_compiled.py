@@ -101,6 +101,11 @@ def test_scripted_modules(impl, kind):
     if kind == "child":
         module = nn.Sequential(module)
     dp = impl.wrap(module, 2)
+    if kind == "lstm" and impl.is_oracle and impl.gpus > 1:
+        # Its replica's list of weights is still the module's own.
+        with pytest.raises(RuntimeError, match="not at the same device"):
+            dp(x)
+        return
     close(out := dp(x), want := plain(x))
     out.sum().backward()
     want.sum().backward()

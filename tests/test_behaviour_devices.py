@@ -11,6 +11,7 @@ import oracle
 import pytest
 import torch
 from conftest import no_cuda_reason
+from fastdp import captures
 from nets import CLOSE, Apply, Net, close, grads, ints, linear, same
 from torch import nn
 
@@ -147,6 +148,7 @@ def test_a_call_while_a_graph_is_captured(fast):
     """Right on replay, or refused and usable afterwards."""
     if fast.home.type == "cpu":
         pytest.skip("needs 1 GPU: the host has no graphs")
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     module, plain = Net(), Net()
     dp = fast.wrap(module, 2)
     x = ints(4, 3).to(fast.home)
@@ -157,7 +159,8 @@ def test_a_call_while_a_graph_is_captured(fast):
         graph = torch.cuda.CUDAGraph()
         out = None
         try:
-            with torch.cuda.graph(graph):
+            # A capture that fails would leave torch's generator broken for the tests that follow.
+            with captures.CudaRecorder(devices).rehearsal(), torch.cuda.graph(graph):
                 out = dp(x)
         except RuntimeError:
             torch.cuda.synchronize()
@@ -222,11 +225,12 @@ def test_a_loader_with_a_pin_thread_beside_training(impl):
 def test_two_wrappers_train_in_two_threads(impl):
     """On the same devices, each with a module of its own, in step and out of step."""
     errors, kept = [], {}
+    ids = impl.ids(3)
 
     def train(seed, steps):
         try:
             module, plain = Net(seed), Net(seed)
-            dp = impl.wrap(module, 3)
+            dp = impl.api.DataParallel(module.to(impl.home), device_ids=ids)
             for step in range(steps):
                 for m, run in ((module, dp), (plain, plain)):
                     run(ints(7, 3, seed=step + seed)).sum().backward()

@@ -315,7 +315,9 @@ def test_model_output(fast):
 
 @row("C12")
 def test_shapes_that_differ_are_refused_by_name(impl):
-    with pytest.raises(RuntimeError, match=r"(?s)(2, 3.*1, 1|1, 1.*2, 3)"):
+    # torch's own on a GPU names what it expects of the second instead of what the first has.
+    shapes = r"(?s)(2, 3.*1, 1|1, 1.*(2, 3|expected \[1, 3))"
+    with pytest.raises(RuntimeError, match=shapes):
         gathered(impl, lambda s, x: x if x.size(0) == 2 else x[:, :1], x=ints(3, 3))
 
 

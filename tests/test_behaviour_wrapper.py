@@ -198,11 +198,23 @@ def test_any_bucket_size_gives_the_same_numbers(fast, bucket_bytes):
     same(grads(module), grads(plain))
 
 
+def torchs_inner_stays_home(impl, dp, x):
+    """Over several GPUs torch's own refuses a wrapper within one: on the second GPU the inner one
+    still scatters from the first."""
+    if not impl.is_oracle or impl.gpus == 1:
+        return False
+    with pytest.raises(RuntimeError, match="on the same device"):
+        dp(x)
+    return True
+
+
 @row("F11")
 def test_nested_wrappers(impl):
     module, plain = Net(), Net()
     dp = impl.wrap(impl.wrap(module, 2), 2)
     x = ints(8, 3)
+    if torchs_inner_stays_home(impl, dp, x):
+        return
     same(out := dp(x), want := plain(x))
     out.sum().backward()
     want.sum().backward()
@@ -221,6 +233,8 @@ def test_nested_wrapper_does_not_split_again(fast):
 def test_wrapper_below_a_plain_module_below_a_wrapper(impl):
     module, plain = Net(), Net()
     dp = impl.wrap(nn.Sequential(nn.Sequential(impl.wrap(module, 2)), nn.Identity()), 2)
+    if torchs_inner_stays_home(impl, dp, ints(8, 3)):
+        return
     same(out := dp(ints(8, 3)), want := plain(ints(8, 3)))
     out.sum().backward()
     want.sum().backward()

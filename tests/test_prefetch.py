@@ -78,7 +78,7 @@ def test_training_is_the_same_to_the_bit(n, depth):
     [
         {},
         {"chunk_sizes": [1, 5, 3]},
-        {"chunk_sizes": lambda batch, n: [batch]},
+        pytest.param({"chunk_sizes": lambda batch, n: [batch]}, id="all-to-the-first"),
         {"dim": 1},
         {"dim": -1},
     ],
