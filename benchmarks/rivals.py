@@ -4,11 +4,13 @@ or, to try the benchmark itself, on the host.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import os
 import time
 import traceback
+from multiprocessing import connection
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -16,8 +18,13 @@ import torch.multiprocessing as mp
 from models import MODELS, Model
 from torch import nn
 
-# How long a process of DDP may take to answer: compiling is slow.
+# How long the processes of DDP may take to answer: compiling is slow.
 ANSWER_S = 400.0
+# Each compiling process would start a worker for every core.
+COMPILE_WORKERS = "4"
+
+# As an engine of fastdp: recorded steps of compiled replicas.
+COMPILED = "compiled"
 
 Devices = Sequence[torch.device]
 
@@ -82,7 +89,7 @@ class Trainer:
 
     def __init__(self, model: Model, base: nn.Module, wrapped: nn.Module, batch: Any, part: str):
         self._model = model
-        self._module = wrapped
+        self.module = wrapped
         self.batch = batch
         self._optimizer = model.fused_optimizer(base) if part == "step" else None
         self._kind = next(base.parameters()).device.type
@@ -95,7 +102,7 @@ class Trainer:
         else:
             self._optimizer.zero_grad(set_to_none=True)
         with self._model.precision(self._kind):
-            loss = self._module(self.batch).float().mean()
+            loss = self.module(self.batch).float().mean()
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         loss.backward()
@@ -160,6 +167,14 @@ class Local:
         self._trainer.rest()
         return result
 
+    def facts(self) -> Dict[str, Any]:
+        """Of fastdp: what ran, how it travelled, and why."""
+        report = getattr(self._trainer.module, "report", None)
+        if report is None:
+            return {}
+        found = report()
+        return {key: found[key] for key in ("transport", "hidden", "forwards", "reasons")}
+
     def end(self) -> None:
         del self._trainer
         gc.collect()
@@ -191,15 +206,17 @@ class _Silent:
 def fastdp_wrap(devices: Devices, transport: str, engine: str) -> Callable[[nn.Module], nn.Module]:
     import fastdp
 
-    options = {} if engine == "eager" else {"engine": engine}
+    options: Dict[str, Any] = {} if engine == "eager" else {"engine": engine}
+    if engine == COMPILED:
+        options = {"engine": "graph", "compile": True}
     ids = [str(device) for device in devices]
     return lambda module: fastdp.DataParallel(module, ids, transport=transport, **options)
 
 
-def has_graphs() -> bool:
+def has_option(name: str) -> bool:
     import fastdp
 
-    return "engine" in inspect.signature(fastdp.DataParallel).parameters
+    return name in inspect.signature(fastdp.DataParallel).parameters
 
 
 def torch_wrap(devices: Devices) -> Callable[[nn.Module], nn.Module]:
@@ -218,6 +235,7 @@ def _ddp_process(
 ) -> None:
     try:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", COMPILE_WORKERS)
         device = devices[rank]
         is_gpu = device.type == "cuda"
         if is_gpu:
@@ -234,7 +252,6 @@ def _ddp_process(
             inner = torch.compile(base, mode=None if mode == "default" else mode)
         wrapped = nn.parallel.DistributedDataParallel(inner, [device.index] if is_gpu else None)
         trainer = Trainer(model, base, wrapped, model.batch(per_gpu, device), "step")
-        pipe.send("ready")
         while True:
             steps = pipe.recv()
             if steps == 0:
@@ -242,7 +259,8 @@ def _ddp_process(
             pipe.send((trainer.block(steps, [device]), watch.read()))
         torch.distributed.destroy_process_group()
     except BaseException:
-        pipe.send(traceback.format_exc())
+        with contextlib.suppress(OSError):
+            pipe.send(traceback.format_exc())
 
 
 class Distributed:
@@ -252,6 +270,7 @@ class Distributed:
         context = mp.get_context("spawn")
         self._pipes: List[Any] = []
         self._processes: List[Any] = []
+        self._is_warming = self._is_broken = False
         for rank in range(len(devices)):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -263,49 +282,68 @@ class Distributed:
             theirs.close()  # so that a process that dies is seen as one
             self._pipes.append(ours)
             self._processes.append(process)
-        try:
-            self._answers()
-        except BaseException:
-            self.end()
-            raise
 
-    def _answers(self) -> List[Any]:
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(ANSWER_S):
-                raise RuntimeError(f"DDP's rank {rank} did not answer in {ANSWER_S:g} s")
-            try:
-                answer = pipe.recv()
-            except EOFError:
-                raise RuntimeError(f"DDP's rank {rank} has died") from None
-            if isinstance(answer, str) and answer != "ready":
-                raise RuntimeError(answer)
-            answers.append(answer)
-        return answers
+    def _answers(self, answer_s: float) -> List[Any]:
+        """Of all processes, in the order of their ranks. The first error ends the wait: the others
+        may hang in a collective without the one that has failed."""
+        answers: Dict[int, Any] = {}
+        ends_at = time.monotonic() + answer_s
+        while len(answers) < len(self._pipes):
+            missing = [rank for rank in range(len(self._pipes)) if rank not in answers]
+            waited_s = max(0.0, ends_at - time.monotonic())
+            ready = connection.wait([self._pipes[rank] for rank in missing], waited_s)
+            if not ready:
+                raise RuntimeError(f"DDP's ranks {missing} did not answer in {answer_s:.0f} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    raise RuntimeError(f"DDP's rank {rank} has died") from None
+                if isinstance(answers[rank], str):
+                    raise RuntimeError(f"DDP's rank {rank}: {answers[rank]}")
+        return [answers[rank] for rank in range(len(self._pipes))]
 
-    def _turn(self, steps: int) -> Tuple[Block, Memory]:
+    def _ask(self, steps: int) -> None:
         for pipe in self._pipes:
             pipe.send(steps)
-        answers = self._answers()
+
+    def _turn(self, answer_s: float) -> Tuple[Block, Memory]:
+        try:
+            answers = self._answers(answer_s)
+        except BaseException:
+            self._is_broken = True
+            raise
         block = Block(*(max(times) for times in zip(*(block for block, _ in answers))))
         memory = Memory(*(sum(sizes, []) for sizes in zip(*(memory for _, memory in answers))))
         return block, memory
 
-    def warm_up(self, steps: int) -> Memory:
-        return self._turn(steps)[1]
+    def begin(self, steps: int) -> None:
+        """Warms up meanwhile; `warm_up` then waits for it."""
+        self._ask(steps)
+        self._is_warming = True
+
+    def warm_up(self, steps: int, answer_s: float = ANSWER_S) -> Memory:
+        if not self._is_warming:
+            self.begin(steps)
+        self._is_warming = False
+        return self._turn(answer_s)[1]
 
     def block(self, steps: int) -> Block:
-        return self._turn(steps)[0]
+        self._ask(steps)
+        return self._turn(ANSWER_S)[0]
+
+    def facts(self) -> Dict[str, Any]:
+        return {}
 
     def end(self) -> None:
+        """Does not wait: what comes next need not know. Processes that may hang are killed."""
         for pipe, process in zip(self._pipes, self._processes):
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(0)
-            except OSError:
-                pass
-            process.join(20)
-            if process.is_alive():
+            if self._is_broken or self._is_warming:
                 process.kill()
+            pipe.close()
 
 
 def wire_ms(model: Model, devices: Devices) -> Optional[Dict[str, float]]:

@@ -3,22 +3,31 @@ DistributedDataParallel, in turn in one run.
 
     python benchmarks/step.py --devices 0,1                      four models, whole steps
     python benchmarks/step.py --devices 0,0 --part backward      forward and backward only
-    python benchmarks/step.py --devices 0,1 --models resnet50:512,gpt2:32
+    python benchmarks/step.py --devices 0,1 --models resnet50:512,gpt2:32 --silent
     python benchmarks/step.py --devices 0,1 --models resnet50-fp16,resnet50-fp32
     python benchmarks/step.py --devices 0,1 --ddp eager,reduce-overhead
+    python benchmarks/step.py --devices 0,1 --transports peer,nccl,host --engines eager
     python benchmarks/step.py --devices cpu,cpu --models tiny    to try the script itself
 
 A step is forward, loss (the mean of the output), backward, and a fused optimizer on the reduced
 gradients, with zero_grad(set_to_none=True). Batches are per GPU: on one GPU listed twice, the
 replicas share its batch. "one GPU" is the bare module on one GPU's batch: the floor. fastdp runs
-over each of --transports, and as recorded graphs where it has them. "silent" is fastdp's step with
-its communication switched off inside: what the step takes longer is communication not hidden. DDP
-runs in processes that this script starts, one per GPU, which take their turns too.
+with each of --engines (recorded graphs, and compiled replicas, where it has them) over each of
+--transports. "silent" is fastdp's step with its communication switched off inside: what the step
+takes longer is communication not hidden. DDP runs in processes that this script starts, one per
+GPU, which take their turns too; they start and compile while the rivals of the first models warm
+up, and no turn counts before all of them are ready.
+
+How long it takes: 20 s to start, 2 s for each turn-taking rival (--seconds), and 10 to 15 s for
+each model to warm up; compiled DDP adds 30 to 90 s, once for all models that compile together.
+Two H200: four models beside eager DDP about 2 minutes. --limit SECONDS ends the run in time: what
+was taken until then is shown and kept, as after Ctrl-C and after SIGTERM. --json is written after
+each model. benchmarks/tables.py and benchmarks/plot.py make tables and a picture of these files.
 
 Columns: ms per step, the median of the turns, the fastest and the slowest; host time, until the
 step has returned, before the GPUs are waited for; seconds for 1,000 batches of all GPUs; times
 fastdp (its first row) and times one GPU; MB that the rival added to the peaks of allocated and of
-reserved memory, and took of the GPU's free memory, for each GPU.
+reserved memory, for each GPU.
 """
 
 from __future__ import annotations
@@ -26,185 +35,108 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
+import signal
 import sys
-import traceback
+import time
 import warnings
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+from contest import ONE, OURS, SILENT, Bounds, Contest, Entry, say, show, spent_s  # noqa: E402
 from measure import machine  # noqa: E402
 from models import MODELS, STANDARD  # noqa: E402
 from rivals import (  # noqa: E402
-    Block,
+    ANSWER_S,
+    COMPILED,
     Devices,
     Distributed,
     Local,
     distinct,
     fastdp_wrap,
-    has_graphs,
+    has_option,
     torch_wrap,
     wire_ms,
 )
 
-OURS, ONE, SILENT = "fastdp", "one GPU", ", silent"
+# Steps before the first turn of a rival that neither records nor compiles.
+EAGER_WARMUP = 3
 
 
-class Entry(NamedTuple):
-    """`batches`: of those of one GPU, in one step."""
-
-    make: Callable[[], Any]
-    batches: int
-
-
-def entries_of(name: str, per_gpu: int, args: argparse.Namespace) -> Dict[str, Entry]:
+def entries_of(
+    name: str, per_gpu: int, args: argparse.Namespace, ports_used: int = 0
+) -> Dict[str, Entry]:
     """The rivals by name, in the order of their turns."""
     model, devices, n = MODELS[name], args.devices, args.gpus
+    few = min(args.warmup, EAGER_WARMUP)
 
-    def local(wrap: Any, gpus: int, silent: bool = False) -> Entry:
-        return Entry(lambda: Local(model, devices, per_gpu, args.part, wrap, gpus, silent), gpus)
+    def local(wrap: Any, gpus: int, warmup: int, silent: bool = False, **facts: Any) -> Entry:
+        def make() -> Local:
+            return Local(model, devices, per_gpu, args.part, wrap, gpus, silent)
+
+        return Entry(make, gpus, warmup, facts)
 
     entries = {
-        ONE: local(lambda module: module, 1),
-        "torch DP": local(torch_wrap(devices), n),
+        ONE: local(lambda module: module, 1, few, kind=ONE),
+        "torch DP": local(torch_wrap(devices), n, few, kind="torch DP"),
     }
     for engine in args.engines:
+        warmup = few if engine == "eager" else args.warmup
         for transport in args.transports:
-            title = f"{OURS} {transport}" if engine == "eager" else f"{OURS} {engine} {transport}"
+            title = f"{OURS} {engine}" + ("" if transport == "auto" else f" {transport}")
             wrap = fastdp_wrap(devices, transport, engine)
-            entries[title] = local(wrap, n)
-            if transport == args.transports[0]:
-                entries[title + SILENT] = local(wrap, n, silent=True)
+            facts = {"kind": f"{OURS} {engine}", "asked_transport": transport}
+            entries[title] = local(wrap, n, warmup, **facts)
+            if args.silent and transport == args.transports[0]:
+                facts["kind"] += SILENT
+                entries[title + SILENT] = local(wrap, n, warmup, silent=True, **facts)
     if args.part == "step" and len(devices) == n > 1:
         for i, mode in enumerate(args.ddp):
-            entries["DDP" if mode == "eager" else f"DDP compiled {mode}"] = Entry(
-                lambda mode=mode, i=i: Distributed(name, devices, per_gpu, mode, args.port + i), n
+            is_eager = mode == "eager"
+            entries["DDP" if is_eager else f"DDP compiled {mode}"] = Entry(
+                ddp_of(name, per_gpu, mode, args.port + ports_used + i, devices),
+                n,
+                few if is_eager else args.warmup,
+                {"kind": "DDP" if is_eager else "DDP compiled", "mode": mode},
+                is_apart=True,
             )
     return {k: v for k, v in entries.items() if not args.only or k in args.only}
 
 
-def race(entries: Dict[str, Entry], args: argparse.Namespace) -> List[Dict[str, Any]]:
-    """Blocks of steps, rival after rival, round after round."""
-    rivals: Dict[str, Any] = {}
-    memories: Dict[str, Any] = {}
-    blocks: Dict[str, List[Block]] = {}
-    failed: Dict[str, str] = {}
-
-    def fail(name: str, error: Exception) -> None:
-        traceback.print_exc()
-        failed[name] = str(error).strip().splitlines()[-1][:200]
-        rival = rivals.pop(name, None)
-        if rival is not None:
-            rival.end()
-
-    for name, entry in entries.items():
-        try:
-            rivals[name] = entry.make()
-            memories[name] = rivals[name].warm_up(args.warmup)
-            blocks[name] = []
-        except Exception as error:
-            fail(name, error)
-    for _ in range(args.rounds):
-        for name, rival in list(rivals.items()):
-            try:
-                blocks[name].append(rival.block(args.steps))
-            except Exception as error:
-                fail(name, error)
-    rows = [_row(name, entries[name], blocks[name], memories[name], args.gpus) for name in rivals]
-    for rival in rivals.values():
-        rival.end()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    compare(rows)
-    return rows + [{"rival": name, "failed": reason} for name, reason in failed.items()]
-
-
-def _row(
-    name: str, entry: Entry, blocks: Sequence[Block], memory: Any, gpus: int
-) -> Dict[str, Any]:
-    steps = sorted(block.step_ms for block in blocks)
-    median_ms = statistics.median(steps)
-    return {
-        "rival": name,
-        "step_ms": median_ms,
-        "low_ms": steps[0],
-        "high_ms": steps[-1],
-        "host_ms": statistics.median(block.host_ms for block in blocks),
-        "s_per_1000_batches": median_ms * gpus / entry.batches,
-        **memory._asdict(),
-    }
-
-
-def compare(rows: List[Dict[str, Any]]) -> None:
-    """Adds to each row how many times longer every rival takes for the same batches, and to
-    fastdp's what of its communication is not hidden."""
-    found = {row["rival"]: row for row in rows}
-    for row in rows:
-        own = row["s_per_1000_batches"]
-        row["times_ours"] = {k: v["s_per_1000_batches"] / own for k, v in found.items()}
-        silent = found.get(row["rival"] + SILENT)
-        if silent is not None:
-            row["not_hidden_ms"] = row["step_ms"] - silent["step_ms"]
-            row["not_hidden_share"] = row["not_hidden_ms"] / row["step_ms"]
-
-
-def first_of_ours(rows: Sequence[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
-    return next(
-        (r for r in rows if r["rival"].startswith(OURS) and "failed" not in r), None
-    )
-
-
-def show(title: str, rows: Sequence[Dict[str, Any]], wire: Optional[Dict[str, float]]) -> None:
-    print(f"\n{title}")
-    columns = ("ms/step", "low", "high", "host", "s/1,000", "x fastdp", "x one")
-    print(f"{'':28}" + "".join(f"{c:>9}" for c in columns) + "  MB allocated, reserved, taken")
-    ours = first_of_ours(rows)
-    floor = next((r for r in rows if r["rival"] == ONE and "failed" not in r), None)
-    for row in rows:
-        if "failed" in row:
-            print(f"{row['rival']:28}failed: {row['failed']}")
-            continue
-        keys = ("step_ms", "low_ms", "high_ms", "host_ms", "s_per_1000_batches")
-        figures = "".join(f"{row[key]:9.3f}" for key in keys)
-        for base in (ours, floor):
-            figures += f"{'':9}" if base is None else f"{base['times_ours'][row['rival']]:9.2f}"
-        memory = ", ".join(str(row[f"{kind}_mb"]) for kind in ("allocated", "reserved", "taken"))
-        print(f"{row['rival']:28}{figures}  {memory}")
-    for row in rows:
-        if "not_hidden_ms" in row:
-            print(
-                f"{row['rival']}: communication not hidden {row['not_hidden_ms']:.3f} ms, "
-                f"{100 * row['not_hidden_share']:.1f} % of the step"
-            )
-    if wire is not None:
-        print(
-            f"bare copies of {wire['parameter_mb']:.1f} MB of parameters there and back: "
-            f"{wire['there_and_back_ms']:.3f} ms",
-        )
-    sys.stdout.flush()
+def ddp_of(
+    name: str, per_gpu: int, mode: str, port: int, devices: Devices
+) -> Callable[[], Distributed]:
+    return lambda: Distributed(name, devices, per_gpu, mode, port)
 
 
 def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", default="0,1", help="such as 0,1 or 0,0 or cpu,cpu")
     parser.add_argument("--models", default=",".join(STANDARD), help="name or name:batch per GPU")
     parser.add_argument("--part", choices=("step", "backward"), default="step")
-    parser.add_argument("--transports", default="", help="default: all that can join the devices")
-    parser.add_argument("--engines", default="", help="eager,graph (default: all there are)")
+    parser.add_argument("--transports", default="auto", help="such as peer,nccl,host")
+    parser.add_argument("--engines", default="", help="of eager,auto,graph,compiled")
     parser.add_argument("--ddp", default="eager", help="eager,default,reduce-overhead or none")
     parser.add_argument("--only", default="", help="rivals by name, separated by ;")
-    parser.add_argument("--steps", type=int, default=10, help="steps in one turn")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--warmup", type=int, default=8)
+    parser.add_argument("--silent", action="store_true", help="also without communication")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of turns for each rival")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each rival")
+    parser.add_argument("--steps", type=int, default=40, help="at most, in one turn")
+    parser.add_argument("--warmup", type=int, default=7, help="steps where graphs are recorded")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the whole run")
+    parser.add_argument("--ahead", type=int, default=64, help="models whose DDP starts together")
     parser.add_argument("--port", type=int, default=29511)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(arguments)
-    for option in ("steps", "rounds", "warmup"):
+    for option in ("steps", "rounds", "warmup", "ahead", "limit"):
         if getattr(args, option) < 1:
             parser.error(f"--{option} is {getattr(args, option)}: it must be at least 1")
+    if args.seconds <= 0:
+        parser.error(f"--seconds is {args.seconds}: it must be above 0")
     args.devices = [device_of(name, parser) for name in args.devices.split(",")]
     if len({device.type for device in args.devices}) > 1 or len(args.devices) < 2:
         parser.error("--devices: two or more are needed, all GPUs or all cpu")
@@ -212,9 +144,11 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     # Replicas on the host stand for GPUs of their own.
     args.gpus = len(args.devices) if on_host else len(distinct(args.devices))
     args.models = [chosen_model(entry, parser) for entry in args.models.split(",")]
-    one_memory = on_host or args.gpus == 1
-    args.transports = (args.transports or ("local" if one_memory else "peer,nccl,host")).split(",")
+    args.transports = args.transports.split(",")
     args.engines = args.engines.split(",") if args.engines else _engines(on_host)
+    for engine in args.engines:
+        if engine not in ("eager", "auto", "graph", COMPILED):
+            parser.error(f"--engines: {engine!r} is not one of eager, auto, graph, {COMPILED}")
     args.ddp = [] if args.ddp == "none" else args.ddp.split(",")
     args.only = [title for title in args.only.split(";") if title]
     return args
@@ -229,7 +163,9 @@ def device_of(name: str, parser: argparse.ArgumentParser) -> torch.device:
 
 
 def _engines(on_host: bool) -> List[str]:
-    return ["eager", "graph"] if not on_host and has_graphs() else ["eager"]
+    if on_host:
+        return ["eager"]
+    return ["eager", "graph"] + ([COMPILED] if has_option("compile") else [])
 
 
 def chosen_model(
@@ -248,7 +184,54 @@ def where_it_ran(devices: Devices) -> Dict[str, Any]:
     if devices[0].type == "cuda":
         where["gpu"] = torch.cuda.get_device_name(devices[0])
         where["cuda"] = torch.version.cuda
+        where["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        where["cudnn"] = torch.backends.cudnn.version()
     return where
+
+
+def settle(args: argparse.Namespace) -> None:
+    """What fastdp measures once for some GPUs and a process, such as the rate of their links, is
+    measured now, while nothing else runs."""
+    for transport in args.transports:
+        wrap = fastdp_wrap(args.devices, transport, "eager")
+        try:
+            Local(MODELS["tiny"], args.devices, 4, args.part, wrap, args.gpus).warm_up(1)
+        except Exception as error:  # its rivals will say so
+            say(f"transport {transport}: {error}")
+
+
+def keep(path: Optional[str], found: Dict[str, Any]) -> None:
+    """Written aside and renamed: a run that is killed leaves a whole file."""
+    if path:
+        with open(path + ".part", "w") as file:
+            json.dump(found, file, indent=1)
+        os.replace(path + ".part", path)
+
+
+def hold(contest: Contest, name: str, per_gpu: int, args: argparse.Namespace) -> Dict[str, Any]:
+    """One model's contest; what it came to even if it is interrupted."""
+    shown = [d.index if d.type == "cuda" else "cpu" for d in args.devices]
+    began_s = spent_s()
+    table: Dict[str, Any] = {
+        "title": f"{name}, {per_gpu} per GPU, devices {shown}, {args.part}",
+        **{"model": name, "per_gpu": per_gpu, "devices": shown, "part": args.part},
+        **{"began": time.strftime("%Y-%m-%d %H:%M:%S"), "wire": None, "is_whole": False},
+    }
+    try:
+        contest.warm_up()
+        contest.take_turns()
+        contest.end()
+        table["wire"] = wire_ms(MODELS[name], args.devices)
+        table["is_whole"] = True
+    except KeyboardInterrupt:
+        say(f"{name}: interrupted")
+    table["rows"] = contest.rows()
+    table["took_s"] = round(spent_s() - began_s, 1)
+    return table
+
+
+def interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
@@ -256,19 +239,34 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
     if args.devices[0].type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no GPU here; --devices cpu,cpu --models tiny tries the script")
-    where = where_it_ran(args.devices)
-    print(json.dumps(where))
-    tables = []
-    for name, per_gpu in args.models:
-        shown = [d.index if d.type == "cuda" else "cpu" for d in args.devices]
-        title = f"{name}, {per_gpu} per GPU, devices {shown}, {args.part}"
-        rows = race(entries_of(name, per_gpu, args), args)
-        wire = wire_ms(MODELS[name], args.devices)
-        show(title, rows, wire)
-        tables.append({"title": title, "rows": rows, "wire": wire})
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"machine": where, "tables": tables}, file, indent=1)
+    signal.signal(signal.SIGTERM, interrupt)
+    given = sys.argv[1:] if arguments is None else arguments
+    found: Dict[str, Any] = {
+        "benchmark": "step",
+        "command": " ".join(["python benchmarks/step.py", *given]),
+        "machine": where_it_ran(args.devices),
+        "tables": [],
+    }
+    print(json.dumps(found["machine"]), flush=True)
+    settle(args)
+    bounds = Bounds(args.rounds, args.steps, args.seconds, args.limit, ANSWER_S)
+    contests = [
+        Contest(name, entries_of(name, per_gpu, args, k * len(args.ddp)), bounds, args.gpus)
+        for k, (name, per_gpu) in enumerate(args.models)
+    ]
+    for k, (name, per_gpu) in enumerate(args.models):
+        if spent_s() > args.limit:
+            say(f"{name}: left out, {args.limit:g} s are over")
+            continue
+        if k % args.ahead == 0:
+            for contest in contests[k : k + args.ahead]:
+                contest.send_off()
+        table = hold(contests[k], name, per_gpu, args)
+        show(table["title"], table["rows"], table["wire"])
+        found["tables"].append(table)
+        keep(args.json, found)
+        if not table["is_whole"]:
+            raise SystemExit(130)
 
 
 if __name__ == "__main__":

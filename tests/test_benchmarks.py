@@ -148,12 +148,12 @@ def step(tmp_path_factory):
         tmp_path_factory.mktemp("step"),
         "step.py",
         *("--devices", "cpu,cpu", "--models", "tiny:6"),
-        *("--steps", "2", "--rounds", "3", "--warmup", "2", "--transports", "local,host"),
-        *("--only", "one GPU;torch DP;fastdp local;fastdp local, silent;fastdp host;DDP"),
+        *("--steps", "2", "--rounds", "3", "--warmup", "2", "--transports", "auto,host"),
+        "--silent",
     )
 
 
-OURS = ["fastdp local", "fastdp local, silent", "fastdp host"]
+OURS = ["fastdp eager", "fastdp eager, silent", "fastdp eager host"]
 
 
 def test_step_races_every_rival(step):
@@ -183,11 +183,11 @@ def test_step_compares_all_with_all(step):
                 rows[name]["s_per_1000_batches"] / row["s_per_1000_batches"]
             )
         assert set(row["times_ours"]) == set(rows)
-    ours, silent = rows["fastdp local"], rows["fastdp local, silent"]
+    ours, silent = rows["fastdp eager"], rows["fastdp eager, silent"]
     assert ours["not_hidden_ms"] == pytest.approx(ours["step_ms"] - silent["step_ms"])
     assert ours["not_hidden_share"] == pytest.approx(ours["not_hidden_ms"] / ours["step_ms"])
-    assert "not_hidden_ms" not in rows["fastdp host"]
-    assert "fastdp local: communication not hidden " in step[1]
+    assert "not_hidden_ms" not in rows["fastdp eager host"]
+    assert "fastdp eager: communication not hidden " in step[1]
 
 
 def test_a_scaled_step_is_an_ordinary_one():
@@ -247,13 +247,19 @@ def test_step_defaults_by_devices():
     import step as script
 
     two = script.parse(["--devices", "0,1"])
-    assert two.transports == ["peer", "nccl", "host"] and two.gpus == 2
+    assert two.transports == ["auto"] and two.gpus == 2
     assert [name for name, _ in two.models] == ["mlp", "resnet18", "resnet50", "gpt2"]
     one = script.parse(["--devices", "0,0", "--models", "resnet50:512,gpt2"])
-    assert one.transports == ["local"] and one.gpus == 1
+    assert one.gpus == 1
     assert one.models == [("resnet50", 512), ("gpt2", 8)]
     rivals = script.entries_of("mlp", 64, two)
-    assert "DDP" in rivals and "fastdp nccl" in rivals and "fastdp peer, silent" in rivals
+    assert [name for name in rivals if name != "fastdp compiled"] == [
+        *("one GPU", "torch DP", "fastdp eager", "fastdp graph", "DDP")
+    ]
+    by = ["--transports", "peer,nccl", "--engines", "eager", "--silent", "--ddp", "none"]
+    assert list(script.entries_of("mlp", 64, script.parse(by)))[2:] == [
+        *("fastdp eager peer", "fastdp eager peer, silent", "fastdp eager nccl"),
+    ]
     assert rivals["one GPU"].batches == 1 and rivals["torch DP"].batches == 2
     backward = script.entries_of("mlp", 64, script.parse(["--part", "backward"]))
     assert "DDP" not in backward
