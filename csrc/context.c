@@ -17,9 +17,6 @@
 #include "device_cuda.h"
 #endif
 
-/* Distinct devices of one context: more than any machine has. */
-#define MAX_DEVICES 64
-
 #define MAX_TRANSPORTS 5 /* and a NULL */
 
 typedef struct context_device {
@@ -35,7 +32,7 @@ struct fdp_context {
   fdp_transport *transports[MAX_TRANSPORTS]; /* in order of preference, up to NULL */
   int32_t transport_count;
   pthread_mutex_t mutex; /* guards all below */
-  context_device devices[MAX_DEVICES];
+  context_device devices[FDP_MAX_DEVICES];
   int32_t device_count;
 };
 
@@ -101,8 +98,8 @@ static fdp_status add_device_locked(fdp_context *context, fdp_device *device,
                                     context_device **entry) {
   context_device added = {.device = device};
   fdp_status status;
-  if (context->device_count == MAX_DEVICES) {
-    status = fdp_fail(FDP_UNSUPPORTED, "context: more than %d devices", MAX_DEVICES);
+  if (context->device_count == FDP_MAX_DEVICES) {
+    status = fdp_fail(FDP_UNSUPPORTED, "context: more than %d devices", FDP_MAX_DEVICES);
     goto done;
   }
   FDP_TRY(fdp_pool_open(device, FDP_POOL_IDLE_BYTES, &added.pool));
@@ -185,6 +182,27 @@ fdp_pool *fdp_context_pool(fdp_context *context, fdp_device *device) {
   fdp_pool *pool = entry->pool;
   pthread_mutex_unlock(&context->mutex);
   return pool;
+}
+
+static int64_t held_bytes(fdp_pool *pool, bool trim) {
+  if (trim) fdp_pool_trim(pool);
+  fdp_pool_stats stats = fdp_pool_read_stats(pool);
+  return stats.lent_bytes + stats.idle_bytes;
+}
+
+int32_t fdp_context_scratch(fdp_context *context, bool trim, fdp_scratch *scratch) {
+  context_device opened[FDP_MAX_DEVICES];
+  pthread_mutex_lock(&context->mutex);
+  int32_t count = context->device_count;
+  memcpy(opened, context->devices, sizeof opened);
+  pthread_mutex_unlock(&context->mutex);
+  /* Giving memory back may take a while; devices stay open until the context closes. */
+  for (int32_t i = 0; i < count; ++i) {
+    scratch[i].id = opened[i].device->id;
+    scratch[i].device_bytes = held_bytes(opened[i].pool, trim);
+    scratch[i].pinned_bytes = held_bytes(opened[i].pinned, trim);
+  }
+  return count;
 }
 
 static fdp_endpoint endpoint_of(const context_device *entry, fdp_stream *stream) {

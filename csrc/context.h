@@ -29,6 +29,16 @@ void fdp_context_close(fdp_context *context);
 fdp_status fdp_context_device(fdp_context *context, fdp_device_id id, fdp_device **device);
 /* The scratch pool of a device that fdp_context_device returned. */
 fdp_pool *fdp_context_pool(fdp_context *context, fdp_device *device);
+/* What the scratch pools of a device hold, lent or not, of its memory and of pinned memory. */
+typedef struct fdp_scratch {
+  fdp_device_id id;
+  int64_t device_bytes;
+  int64_t pinned_bytes;
+} fdp_scratch;
+
+/* Of every device that is open; `scratch` has room for FDP_MAX_DEVICES. Gives how many there are.
+ * With `trim` what is idle, and no longer in use by any stream, is given back first. */
+int32_t fdp_context_scratch(fdp_context *context, bool trim, fdp_scratch *scratch);
 /* Puts a device that was opened elsewhere under its id, before first use of that id: how tests
  * bring simulated devices. The context closes it, also when this fails. */
 fdp_status fdp_context_adopt(fdp_context *context, fdp_device *device);

@@ -18,6 +18,9 @@
 #define FDP_MAX_REPLICAS 64
 #endif
 
+/* Devices that one context opens: more than any machine has. */
+#define FDP_MAX_DEVICES 64
+
 /* Alignment of every pool buffer, and of every slot of a bucket whose place is not given, in bytes:
  * a cache line, and enough for the 16-byte accesses of the kernels. */
 #ifndef FDP_ALIGNMENT_BYTES

@@ -16,6 +16,7 @@
 #include "py_log.h"
 #include "py_producer.h"
 #include "py_recorder.h"
+#include "py_scratch.h"
 #include "py_slots.h"
 #include "py_snapshot.h"
 #include "py_torch.h"
@@ -173,6 +174,8 @@ static PyMethodDef module_methods[] = {
      PyDoc_STR("layout(tensor, /)\n--\n\n(shape, strides, dtype, device) by DLPack's numbers.")},
     {"transport", (PyCFunction)(void *)fdp_py_transport, METH_FASTCALL,
      PyDoc_STR("transport(devices, wanted, /)\n--\n\n(name, reason) of what joins them.")},
+    {"scratch", fdp_py_scratch, METH_O,
+     PyDoc_STR("scratch(trim, /)\n--\n\nWhat the scratch pools hold, by device.")},
     {"_use_exchange_table", use_exchange_table, METH_O,
      PyDoc_STR("Tests: whether exchange tables are looked for.")},
     {NULL, NULL, 0, NULL}};

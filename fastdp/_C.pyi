@@ -71,6 +71,10 @@ def transport(
     the others. `wanted` as Bucket's `transport`; NotImplementedError, with what is missing, when
     that does not join them. The first time it opens the devices."""
 
+def scratch(trim: bool, /) -> Tuple[Tuple[Tuple[int, int], int, int], ...]:
+    """(device by DLPack's numbers, bytes of its memory, bytes of pinned memory) that the scratch
+    pools of each opened device hold. With `trim` what is idle is given back first."""
+
 def borrow(tensors: Tuple[_Producer, ...], /) -> int:
     """Borrows each and gives the number of elements in all (benchmarks, tests). Like the methods of
     Bucket and describe(), it asks only complex tensors for the conjugate and the negative bit."""

@@ -46,6 +46,28 @@ static void test_devices(void) {
   fdp_context_close(NULL);
 }
 
+static void test_scratch(void) {
+  fdp_context *context = NULL;
+  fdp_scratch scratch[FDP_MAX_DEVICES];
+  fdp_device *device = NULL;
+  fdp_buffer *buffer = NULL;
+  CHECK_OK(fdp_context_open(&context));
+  CHECK(fdp_context_scratch(context, true, scratch) == 0);
+  CHECK_OK(fdp_context_device(context, host, &device));
+  fdp_pool *pool = fdp_context_pool(context, device);
+  CHECK_OK(fdp_pool_take(pool, 5000, NULL, &buffer));
+  int64_t size_bytes = buffer->size_bytes;
+  CHECK(fdp_context_scratch(context, true, scratch) == 1);
+  CHECK(fdp_device_equal(scratch[0].id, device->id));
+  CHECK(scratch[0].device_bytes == size_bytes && scratch[0].pinned_bytes == 0);
+  CHECK_OK(fdp_pool_give_many(pool, buffer, NULL, 0, FDP_OK));
+  CHECK(fdp_context_scratch(context, false, scratch) == 1);
+  CHECK(scratch[0].device_bytes == size_bytes);
+  CHECK(fdp_context_scratch(context, true, scratch) == 1);
+  CHECK(scratch[0].device_bytes == 0);
+  fdp_context_close(context);
+}
+
 static char logged[FDP_MESSAGE_BYTES];
 static fdp_log_level logged_level;
 
@@ -253,6 +275,7 @@ static void test_no_peers(void) {
 void test_context(void) {
   setenv("FASTDP_NCCL", "/none", 1); /* whatever this machine has */
   test_devices();
+  test_scratch();
   test_transport();
   test_demand();
   test_bucket_demand();
