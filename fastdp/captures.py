@@ -76,12 +76,18 @@ class CudaRecorder:
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
-    def pool_bytes(self, pools: Sequence[Any]) -> int:
-        """What the pools hold now: activations, outputs, and whatever the libraries took."""
+    def pool_bytes(self, pools: Sequence[Any]) -> Dict[torch.device, Tuple[int, int]]:
+        """What the pools hold now: activations, outputs, and whatever the libraries took. By
+        device: all of it, and what of it counts as allocated."""
         wanted = {tuple(pool) for pool in pools}
-        segments = torch.cuda.memory_snapshot()
-        ours = [s for s in segments if tuple(s.get("segment_pool_id", ())) in wanted]
-        return sum(segment["total_size"] for segment in ours)
+        held: Dict[torch.device, Tuple[int, int]] = {}
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment.get("segment_pool_id", ())) in wanted:
+                device = torch.device("cuda", segment["device"])
+                whole, allocated = held.get(device, (0, 0))
+                whole += segment["total_size"]
+                held[device] = whole, allocated + segment["allocated_size"]
+        return held
 
     def record(self, device: torch.device, pool: Any, act: Callable[[], None]) -> Any:
         """What `act` launches on `device`, to be launched by `.replay()` on the stream that is

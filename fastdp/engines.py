@@ -185,6 +185,21 @@ class Engine:
             entries = sorted(self._entries.values(), key=lambda entry: entry.number)
             return [entry.description() for entry in entries]
 
+    def recordings(self) -> List[Recording]:
+        """Those that there are."""
+        with self._lock:
+            found = [entry.recording for entry in self._entries.values()]
+        return [recording for recording in found if recording is not None]
+
+    def release(self, kept: Sequence[Recording], note: str) -> None:
+        """Drops all recordings but these. Their signatures are watched anew if they come back."""
+        with self._lock:
+            for entry in self._entries.values():
+                if entry.recording is not None and entry.recording not in kept:
+                    entry.forget()
+                    entry.note = note
+            self._drop_recordings()
+
     def reasons(self) -> List[str]:
         """Why forwards were not recorded, each once."""
         return list(self._logged)

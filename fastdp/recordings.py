@@ -16,7 +16,7 @@ the bucket into new memory.
 from __future__ import annotations
 
 import functools
-from typing import Any, FrozenSet, List, Optional, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -93,12 +93,21 @@ class Recording:
     def ranks(self) -> int:
         return len(self._devices)
 
+    def held_bytes(self) -> Dict[torch.device, Tuple[int, int]]:
+        """The memory that this recording holds, by device: all of it, and what of it counts as
+        allocated by torch. Slow."""
+        static = [tensor for tape in self._tapes for tensor in tape.static()]
+        static += [gradient for column in self._columns for gradient in column.gradients]
+        held: Dict[torch.device, Tuple[int, int]] = dict(self._recorder.pool_bytes(self._pools))
+        for tensor in static:
+            size_bytes = tensor.numel() * tensor.element_size()
+            whole, allocated = held.get(tensor.device, (0, 0))
+            held[tensor.device] = whole + size_bytes, allocated + size_bytes
+        return held
+
     def size_bytes(self) -> int:
         """The memory that this recording holds on all devices; slow."""
-        held = [tensor for tape in self._tapes for tensor in tape.static()]
-        held += [gradient for column in self._columns for gradient in column.gradients]
-        sizes = sum(tensor.numel() * tensor.element_size() for tensor in held)
-        return sizes + self._recorder.pool_bytes(self._pools)
+        return sum(whole for whole, _ in self.held_bytes().values())
 
     def busy(self) -> bool:
         owner = self.owner

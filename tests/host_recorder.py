@@ -37,8 +37,8 @@ class HostRecorder:
     def pool(self) -> Any:
         return None
 
-    def pool_bytes(self, pools: Any) -> int:
-        return 0
+    def pool_bytes(self, pools: Any) -> dict:
+        return {}
 
     def record(self, device: torch.device, pool: Any, act: Any) -> "_Again":
         act()
