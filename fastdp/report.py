@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from . import _C
 from .buckets import find_transport
 from .devices import parse_devices
+from .memory import Memory, make_memory
 from .traces import Trace
 
 
@@ -97,6 +98,12 @@ class Reporting:
         """What ran so far and why: engine, transport, and for each kind of forward the steps by
         each engine and what stood against recording it. A dictionary that prints as text."""
         return make_report(self)
+
+    def memory(self) -> Memory:
+        """What this wrapper holds on each of its devices, and what is free there, in bytes: a
+        dictionary by device that prints as a table. `fastdp.memory.Memory` says what each entry is.
+        Reading it waits for no GPU."""
+        return make_memory(self)
 
     def dump(self) -> str:
         """The flight recorder as text: the last operations of fastdp's core in this process, of all

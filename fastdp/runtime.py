@@ -57,6 +57,15 @@ class Runtime:
         """(signatures, reasons) of the engine, as `Engine` gives them."""
         return ([], []) if self._engine is None else (self._engine.report(), self._engine.reasons())
 
+    def recordings(self) -> List[Any]:
+        """The engine's recorded steps."""
+        return [] if self._engine is None else self._engine.recordings()
+
+    def release(self, kept: Sequence[Any], note: str) -> None:
+        """Drops all recorded steps but these."""
+        if self._engine is not None:
+            self._engine.release(kept, note)
+
     def watching(self, replicas: Sequence[nn.Module]) -> ContextManager[Any]:
         """Around the replicas' forward: the engine may watch it."""
         return _NOTHING if self._engine is None else self._engine.watching(replicas)
