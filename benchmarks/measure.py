@@ -140,6 +140,7 @@ def machine() -> Dict[str, Any]:
         "torch": torch.__version__,
         "fastdp": fastdp.__version__,
         "compiler": fastdp.build_info()["compiler"],
+        "commit": fastdp.build_info()["commit"],
         "date": time.strftime("%Y-%m-%d"),
     }
 

@@ -1,0 +1,98 @@
+"""The tables of README.md from the JSON of benchmarks.
+
+    python benchmarks/tables.py out.json more.json     prints them
+    python benchmarks/tables.py --write                into README.md, of benchmarks/results/*.json
+    python benchmarks/tables.py --check                exits 1 if README.md says something else
+
+Between `<!-- figures:begin -->` and `<!-- figures:end -->` README.md has what these files give, and
+nothing by hand. Each file is one run of a benchmark with --json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import step_tables  # noqa: E402
+from markdown import runs  # noqa: E402
+
+ROOT = HERE.parent
+BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
+# Benchmark, as its JSON names it -> the parts of its tables from all of its runs.
+RENDERERS: Dict[str, Callable[[Sequence[Dict[str, Any]]], List[str]]] = {
+    "step": step_tables.render,
+}
+
+
+def read(paths: Sequence[Path]) -> List[Dict[str, Any]]:
+    """The runs, earliest first. Files of benchmarks without a table here are left out, by name."""
+    files = []
+    for path in paths:
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"{path}: {error}") from None
+        if not isinstance(found, dict) or found.get("benchmark") not in RENDERERS:
+            print(f"{path}: no run of {', '.join(RENDERERS)}; left out", file=sys.stderr)
+        else:
+            files.append(found)
+    return sorted(files, key=began)
+
+
+def began(found: Dict[str, Any]) -> str:
+    tables = found.get("tables")
+    return str(tables[0]["began"] if tables else found["machine"]["date"])
+
+
+def render(files: Sequence[Dict[str, Any]]) -> str:
+    parts = []
+    for benchmark, renderer in RENDERERS.items():
+        own = [found for found in files if found["benchmark"] == benchmark]
+        if own:
+            parts += [*renderer(own), *runs(own)]
+    return "\n\n".join(parts)
+
+
+def split(text: str, page: str) -> List[str]:
+    """What stands before the block, in it, and after it."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise SystemExit(f"{page}: it must have {BEGIN} and {END} once, in this order")
+    before, rest = text.split(BEGIN)
+    inside, after = rest.split(END)
+    return [before, inside.strip("\n"), after]
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", type=Path, help="default: benchmarks/results/*.json")
+    parser.add_argument("--write", action="store_true", help="into the page")
+    parser.add_argument("--check", action="store_true", help="that the page has them already")
+    parser.add_argument("--page", type=Path, default=ROOT / "README.md")
+    args = parser.parse_args(arguments)
+    files = read(args.files or sorted((HERE / "results").glob("*.json")))
+    if not files:
+        print("no run of a benchmark: nothing to make a table of", file=sys.stderr)
+        return 0 if args.check else 1
+    tables = render(files)
+    if not args.write and not args.check:
+        print(tables)
+        return 0
+    before, inside, after = split(args.page.read_text(), args.page.name)
+    if args.write:
+        args.page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}")
+    elif inside != tables:
+        print(f"{args.page.name} has other tables: benchmarks/tables.py --write", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
