@@ -3,6 +3,8 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "deadline.h"
+
 struct fdp_order {
   fdp_device *device;
   int64_t timeout_ms;
@@ -44,8 +46,9 @@ static fdp_status wait_here(fdp_order *order, fdp_stream *first) {
   fdp_event *event = NULL;
   fdp_status status = device->ops->event_open(device, &event);
   if (status != FDP_OK) return status;
+  int64_t timeout_ms = fdp_deadline_or(order->timeout_ms);
   FDP_TRY(device->ops->event_record(device, event, first));
-  FDP_TRY(device->ops->event_synchronize(device, event, order->timeout_ms, NULL));
+  FDP_TRY(device->ops->event_synchronize(device, event, timeout_ms, NULL));
 done:
   device->ops->event_close(device, event);
   return status;

@@ -9,7 +9,8 @@
 
 typedef struct fdp_order fdp_order;
 
-/* `timeout_ms` bounds the host wait that streams of different backends need between them. */
+/* `timeout_ms` bounds the host wait that streams of different backends need between them,
+ * where the calling thread has no deadline of its own (deadline.h). */
 fdp_status fdp_order_open(fdp_device *device, int64_t timeout_ms, fdp_order **order);
 void fdp_order_close(fdp_order *order);
 

@@ -6,6 +6,7 @@
 
 #include "build_info.h"
 #include "counters.h"
+#include "deadline.h"
 #include "env.h"
 #include "fault.h"
 #include "py_array.h"
@@ -129,6 +130,18 @@ static PyObject *arm_fault(PyObject *module, PyObject *const *arguments, Py_ssiz
   return NULL;
 }
 
+static PyObject *set_deadline(PyObject *module, PyObject *value) {
+  long long timeout_ms = PyLong_AsLongLong(value);
+
+  (void)module;
+  if (timeout_ms == -1 && PyErr_Occurred()) return NULL;
+  if (timeout_ms < 0) {
+    PyErr_Format(PyExc_ValueError, "timeout_ms: %lld, must be 0 or more", timeout_ms);
+    return NULL;
+  }
+  return PyLong_FromLongLong(fdp_deadline_exchange(timeout_ms));
+}
+
 /* Tests: what a torch without the exchange table meets. Gives the former setting. */
 static PyObject *use_exchange_table(PyObject *module, PyObject *value) {
   fdp_py_state *state = PyModule_GetState(module);
@@ -152,6 +165,8 @@ static PyMethodDef module_methods[] = {
      PyDoc_STR("dump()\n--\n\nThe last operations, as text.")},
     {"arm_fault", (PyCFunction)(void *)arm_fault, METH_FASTCALL,
      PyDoc_STR("arm_fault(point, nth_call, /)\n--\n\nTests: the n-th call from now fails.")},
+    {"set_deadline", set_deadline, METH_O,
+     PyDoc_STR("set_deadline(timeout_ms, /)\n--\n\nOf this thread's waits; gives the former.")},
     {"scatter", (PyCFunction)(void *)fdp_py_scatter, METH_FASTCALL,
      PyDoc_STR("scatter(source, targets, dim, /)\n--\n\nSlices of source into the targets.")},
     {"gather", (PyCFunction)(void *)fdp_py_gather, METH_FASTCALL,

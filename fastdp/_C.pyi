@@ -54,6 +54,10 @@ def dump() -> str:
 def arm_fault(point: str, nth_call: int, /) -> None:
     """Tests: the n-th call from now of `point` fails with FaultInjected; 0 disarms."""
 
+def set_deadline(timeout_ms: int, /) -> int:
+    """How long this thread waits for devices in calls of the core from now on; 0: as long as
+    FASTDP_TIMEOUT_MS says. Gives the former setting."""
+
 def _use_exchange_table(use: bool, /) -> bool:
     """Tests: whether exchange tables are looked for on types. Gives the former setting."""
 

@@ -22,6 +22,7 @@ if importlib.util.find_spec("fastdp._C") is None:
 from . import comm
 from ._C import build_info
 from .apply import parallel_apply
+from .deadlines import CommunicationTimeoutError
 from .functional import data_parallel
 from .losses import sum_losses
 from .marks import Replicated
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .health_monitor import HealthMonitor, HealthRecord
 
 __all__ = [
+    "CommunicationTimeoutError",
     "DataParallel",
     "DataParallelWarning",
     "EngineError",

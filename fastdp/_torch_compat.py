@@ -282,6 +282,11 @@ def records_events_outside() -> bool:
     return "external" in inspect.signature(torch.cuda.Event.__new__).parameters
 
 
+def is_capturing() -> bool:
+    """Whether what this thread enqueues is captured into a CUDA graph."""
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+
+
 def external_event() -> Any:
     return torch.cuda.Event(external=True)
 

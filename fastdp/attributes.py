@@ -100,6 +100,7 @@ OPTIONS: Dict[str, Option] = {
     "unused_grad": Option("unused_grad", lambda value, _: environment.unused_grad(value)),
     "bucket_bytes": Option("bucket_bytes", lambda value, _: environment.bucket_bytes(value)),
     "transport": Option("transport", lambda value, _: environment.transport(value)),
+    "timeout_s": Option("timeout_s", lambda value, _: options.timeout_s(value)),
     "engine": Option("engine", lambda value, _: environment.engine(value)),
 }
 _FLAGS = "split_lists replicate_scalars sequential forward_attributes"

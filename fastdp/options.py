@@ -7,6 +7,10 @@ from typing import Any, List, Optional
 
 LOSS_WEIGHTINGS = ("chunk",)
 
+# As FASTDP_TIMEOUT_MS.
+MIN_TIMEOUT_S = 0.001
+MAX_TIMEOUT_S = 86400
+
 
 def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
@@ -20,6 +24,20 @@ def loss_weighting(value: Optional[str]) -> Optional[str]:
             f"loss_weighting is {value!r}: it must be None or one of {', '.join(LOSS_WEIGHTINGS)}"
         )
     return value
+
+
+def timeout_s(value: Any) -> Optional[float]:
+    """A number of seconds, or None for no deadline."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"timeout_s is {value!r}: it must be a number of seconds, or None")
+    if not MIN_TIMEOUT_S <= value <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"timeout_s is {value!r}: it must be from {MIN_TIMEOUT_S} to {MAX_TIMEOUT_S} seconds, "
+            "or None"
+        )
+    return float(value)
 
 
 def chunk_sizes(value: Any, replicas: int) -> Any:

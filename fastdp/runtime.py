@@ -10,8 +10,10 @@ from typing import Any, Callable, ContextManager, List, Optional, Sequence, Tupl
 import torch
 from torch import nn
 
+from .deadlines import Deadline
 from .devices import parse_devices
 from .replicas import Lease, Replicator
+from .streams import distinct
 from .surprises import Surprises
 from .workers import Teams
 
@@ -43,6 +45,7 @@ class Runtime:
         self._module = weakref.ref(module)
         self._open = threading.local()
         self._engine: Any = None
+        self._deadline: Optional[Deadline] = None
         self.recorder: Any = None  # tests: what records in place of CUDA
 
     def engine_of(self, kind: str) -> Any:
@@ -52,6 +55,18 @@ class Runtime:
         if self._engine is None or self._engine.kind != kind:
             self._engine = Engine(kind, self.replicator, self.recorder)
         return self._engine
+
+    def deadline_of(self, timeout_s: float) -> Deadline:
+        """What keeps this wrapper's deadline, made when it is first asked for."""
+        if self._deadline is None:
+            with MAKING:
+                self._deadline = self._deadline or Deadline(timeout_s)
+        self._deadline.timeout_s = timeout_s
+        return self._deadline
+
+    def current_streams(self) -> List[Any]:
+        """Those of the calling thread, one for each GPU."""
+        return [torch.cuda.current_stream(device) for device in distinct(self.devices)]
 
     def reports(self) -> Any:
         """(signatures, reasons) of the engine, as `Engine` gives them."""

@@ -25,6 +25,8 @@ from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence
 
 import torch
 
+from .deadlines import own_deadline
+
 _NOTHING: ContextManager[Any] = contextlib.nullcontext()
 
 # Buckets whose gradients are held before their compute streams wait for the reads.
@@ -95,15 +97,23 @@ class Snapshot:
     """The streams that are current on some devices now: a forward's compute streams, kept for its
     backward."""
 
-    __slots__ = ("streams",)
+    __slots__ = ("streams", "deadline")
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.deadline = own_deadline()
         self.streams = [torch.cuda.current_stream(device) for device in distinct(devices)]
 
     def in_backward(self, home: torch.device) -> ContextManager[Any]:
         """Around the move of a node's backward. `home` is the node's device, on which its stream is
         current. On the other devices the forward's streams become current; they wait for the node's
         stream, and for what this engine thread has there."""
+        if self.deadline is None:
+            return self._ordered(home)
+        node = [torch.cuda.current_stream(home)] if home.type == "cuda" else []
+        streams = node + [stream for stream in self.streams if stream.device != home]
+        return self.deadline.around(self._ordered(home), streams, "a node of a backward")
+
+    def _ordered(self, home: torch.device) -> ContextManager[Any]:
         others = [stream for stream in self.streams if stream.device != home]
         if not others:
             return _NOTHING
@@ -198,7 +208,13 @@ class Communication:
             return _NOTHING
         if not self.apart:
             return snapshot.in_backward(self.home)
-        return self._beside(snapshot, gradients)
+        if snapshot.deadline is None:
+            return self._beside(snapshot, gradients)
+        node = torch.cuda.current_stream(self.home)
+        streams = [node, *(s for s in self._streams if s.device != self.home)]
+        return snapshot.deadline.around(
+            self._beside(snapshot, gradients), streams, "a bucket's sums in a backward"
+        )
 
     @contextlib.contextmanager
     def _beside(self, snapshot: Snapshot, gradients: Any) -> Iterator[None]:

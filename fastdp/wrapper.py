@@ -15,6 +15,7 @@ from . import _torch_compat, environment, options
 from .apply import apply_modules
 from .attributes import add_options
 from .cuts import PLAIN, Rules, scatter_arguments
+from .deadlines import Watched
 from .devices import parse_device, parse_devices
 from .engine_choice import NOTHING, cuts_alike, find_obstacle, warm_up
 from .grad_health import GradHealth
@@ -34,7 +35,7 @@ __all__ = ["DataParallel"]
 Wrapped = TypeVar("Wrapped", bound=nn.Module)  # as torch's class, DataParallel[Net] is a type
 
 
-class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting):
+class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
     """Data parallelism in one process: `torch.nn.DataParallel` without its price.
 
     Cuts the inputs along `dim`, runs one replica of the module on each device, and joins the
@@ -75,6 +76,8 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting):
             a reason that `report` and the log name. "graph" insists on recording and raises where
             it cannot. See docs/engines.md for what a recording freezes. Default: FASTDP_ENGINE,
             else "eager".
+        timeout_s: a step's communication on GPUs that is not over by then is an error, see
+            docs/failures.md. Default: None; waits on the host end at FASTDP_TIMEOUT_MS.
 
     An argument in `Replicated(...)` goes whole to every replica. `call` runs another method than
     forward. What may be a mistake is a `DataParallelWarning`, once for each place.
@@ -87,6 +90,7 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting):
         ValueError: unknown devices or options, a module that spans devices.
         RuntimeError: at a forward, when parameters or buffers are not on device_ids[0].
         EngineError: at a forward, when engine is "graph" and it cannot be recorded.
+        CommunicationTimeoutError: at a forward or in a backward, with `timeout_s`.
 
     An error in a replica is raised after all have finished, with its own type, the replica and its
     device in the text, and the original as `__cause__`; the wrapper stays usable.
@@ -114,6 +118,7 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting):
         bucket_bytes: Optional[int] = None,
         transport: Optional[str] = None,
         engine: Optional[str] = None,
+        timeout_s: Optional[float] = None,
     ) -> None:
         # Not nn.DataParallel.__init__: without a GPU it knows no device at all.
         nn.Module.__init__(self)
@@ -124,6 +129,7 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting):
         self._fastdp_bucket_bytes = environment.bucket_bytes(bucket_bytes)
         self._fastdp_transport = environment.transport(transport)
         self._fastdp_engine = environment.engine(engine)
+        self._fastdp_timeout_s = options.timeout_s(timeout_s)
         devices = choose_devices(device_ids)
         self._fastdp_chunk_sizes = options.chunk_sizes(chunk_sizes, len(devices))
         self._fastdp_split_lists = options.flag("split_lists", split_lists)
@@ -197,7 +203,7 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting):
             return _untraced_run()(self, method, inputs, kwargs)
         return self._fastdp_run(method, inputs, kwargs)
 
-    def _fastdp_run(
+    def _fastdp_step(
         self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]
     ) -> Any:
         with torch.autograd.profiler.record_function("DataParallel.forward"):
@@ -247,9 +253,7 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting):
     def _fastdp_get_engine(self) -> Any:
         return self._fastdp_get_runtime().engine_of(environment.engine(self._fastdp_engine))
 
-    def _fastdp_alone(
-        self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str]
-    ) -> Any:
+    def _fastdp_alone(self, rows: Any, named: Any, method: Optional[str]) -> Any:
         with self._fastdp_get_runtime().watching([self.module]):
             return self._fastdp_direct(method, rows[0], named[0])
 

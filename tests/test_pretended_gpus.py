@@ -1,105 +1,19 @@
-"""Whole steps of a wrapper on several GPUs where there is none: tensors lie on the host, and what
-torch.cuda knows of streams is pretended. Not what is computed but what waits for what is looked at:
-the ways of communication, gates, and nodes that only several devices have. (On real GPUs the order
-itself is proved, test_cuda_order.py.)"""
+"""Whole steps of a wrapper on several GPUs where there is none (pretended_gpus.py). Not what is
+computed but what waits for what is looked at: the ways of communication, gates, and nodes that only
+several devices have. (On real GPUs the order itself is proved, test_cuda_order.py.)"""
 
 import pytest
 import torch
+from pretended_gpus import Gpus
 from torch import nn
 
 import fastdp
-from fastdp import awaited, functions, plans, replica_sets, replicas, streams
-
-GPUS = [torch.device("cuda", index) for index in range(2)]
+from fastdp import functions
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cuda.is_built() and not torch.cuda.is_available(),
     reason="needs GPUs, or a torch without CUDA: this one asks the driver that is not there",
 )
-
-
-class Stream:
-    def __init__(self, name, device):
-        self.name, self.device, self.cuda_stream = name, device, id(name)
-        self.log = []
-
-    def wait_event(self, event):
-        self.log.append(event.seen)
-
-
-class Gpus:
-    """Two pretended GPUs, whose compute streams are "c0" and "c1", for the replicas of a wrapper on
-    ["cpu", "cpu"]."""
-
-    def __init__(self, monkeypatch, hidden):
-        self.current = {device: Stream(f"c{device.index}", device) for device in GPUS}
-        self.streams = list(self.current.values())
-        gpus = self
-
-        class Event:
-            def record(self, stream):
-                self.seen = stream.name
-
-        class OwnStream(Stream):
-            def __init__(self, device, priority):
-                super().__init__(f"s{device.index}", device)
-                gpus.streams.append(self)
-
-        def current_stream(device):
-            return self.current[device if device in self.current else GPUS[0]]
-
-        def set_stream(stream):
-            self.current[stream.device] = stream
-
-        for name, value in {
-            "Event": Event,
-            "Stream": OwnStream,
-            "current_stream": current_stream,
-            "set_stream": set_stream,
-            "current_device": lambda: 0,
-            "set_device": lambda device: None,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(streams, "_events", {})
-        monkeypatch.setattr(streams, "open_peers", lambda devices: None)
-        monkeypatch.setattr(
-            streams, "distinct", lambda devices: GPUS[: min(len(list(devices)), 2)]
-        )
-        monkeypatch.setattr(replicas, "is_worth_hiding", lambda *args: hidden)
-        self._place(monkeypatch)
-
-    def _place(self, monkeypatch):
-        """What is told of a device of the host is told of the GPU of its rank."""
-        make, make_set = streams.Communication.__init__, replica_sets.ReplicaSet.__init__
-        make_plan = plans.Plan.__init__
-
-        def placed(communication, devices, beside=True):
-            make(communication, devices, beside)
-            communication.home = GPUS[0]
-
-        def placed_set(replica_set, tree, root, devices):
-            make_set(replica_set, tree, root, devices)
-            replica_set._devices = GPUS
-            replica_set._gates = [awaited.make_gate(device) for device in GPUS]
-
-        def placed_plan(plan, description, buckets, alone, count, devices, communication):
-            # Which ranks land is told by GPUs, what is copied by the host's devices.
-            make_plan(plan, description, buckets, alone, count, GPUS, communication)
-            plan._devices = devices
-
-        monkeypatch.setattr(streams.Communication, "__init__", placed)
-        monkeypatch.setattr(replica_sets.ReplicaSet, "__init__", placed_set)
-        monkeypatch.setattr(plans.Plan, "__init__", placed_plan)
-
-    def waits(self):
-        """{stream: what it has waited for, in order} since the last call."""
-        found = {stream.name: stream.log for stream in self.streams if stream.log}
-        for stream in self.streams:
-            stream.log = []
-        return found
-
-    def names(self):
-        return [self.current[device].name for device in GPUS]
 
 
 @pytest.fixture(params=[True, False], ids=["beside", "in line"])

@@ -1,0 +1,131 @@
+"""Two GPUs where there is none: tensors lie on the host, and what torch.cuda knows of streams and
+events is pretended. Nothing is ever late in it unless a test says so: a GPU that is stalled finishes
+nothing that is enqueued on it from then on, and nothing that waits for that, until it is resumed."""
+
+import torch
+
+from fastdp import awaited, plans, replica_sets, replicas, runtime, streams
+
+GPUS = [torch.device("cuda", index) for index in range(2)]
+
+
+class Stream:
+    def __init__(self, name, device):
+        self.name, self.device, self.cuda_stream = name, device, id(name)
+        self.log = []
+        self.clock = {}  # of each stream, how many of its records this one comes after
+        self.stuck = set()  # the stalls that it comes after
+
+    def wait_event(self, event):
+        self.log.append(event.seen)
+        self.merge(event.clock)
+        self.stuck |= event.stuck
+
+    def merge(self, clock):
+        for name, count in clock.items():
+            self.clock[name] = max(self.clock.get(name, 0), count)
+
+    def step(self):
+        """What is enqueued from now on comes after this."""
+        self.clock[self.name] = self.clock.get(self.name, 0) + 1
+        return self.clock[self.name]
+
+
+class Gpus:
+    """Two pretended GPUs, whose compute streams are "c0" and "c1", for the replicas of a wrapper on
+    ["cpu", "cpu"]. With `hidden` parameters travel beside compute, on "s0" and "s1"."""
+
+    def __init__(self, monkeypatch, hidden):
+        self.current = {device: Stream(f"c{device.index}", device) for device in GPUS}
+        self.streams = list(self.current.values())
+        self.records = 0
+        self.stalls_at = 0  # a number of a record: the GPU stalls before it; 0: none
+        self.stalled = None
+        gpus = self
+
+        class Event:
+            def record(self, stream):
+                gpus.records += 1
+                if gpus.records == gpus.stalls_at:
+                    gpus.stall(stream.device)
+                stream.step()
+                self.seen, self.clock = stream.name, dict(stream.clock)
+                self.stuck = set(stream.stuck)
+
+            def query(self):
+                return gpus.stalled not in self.stuck
+
+        class OwnStream(Stream):
+            def __init__(self, device, priority):
+                super().__init__(f"s{device.index}", device)
+                if gpus.stalled == device:
+                    self.stuck.add(device)
+                gpus.streams.append(self)
+
+        def current_stream(device):
+            return self.current[device if device in self.current else GPUS[0]]
+
+        def set_stream(stream):
+            self.current[stream.device] = stream
+
+        for name, value in {
+            "Event": Event,
+            "Stream": OwnStream,
+            "current_stream": current_stream,
+            "set_stream": set_stream,
+            "current_device": lambda: 0,
+            "set_device": lambda device: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(streams, "_events", {})
+        monkeypatch.setattr(streams, "open_peers", lambda devices: None)
+        for module in (streams, runtime):
+            monkeypatch.setattr(
+                module, "distinct", lambda devices: GPUS[: min(len(list(devices)), 2)]
+            )
+        monkeypatch.setattr(replicas, "is_worth_hiding", lambda *args: hidden)
+        self._place(monkeypatch)
+
+    def stall(self, device):
+        self.stalled = device
+        for stream in self.streams:
+            if stream.device == device:
+                stream.stuck.add(device)
+
+    def resume(self):
+        self.stalled, self.stalls_at = None, 0
+        for stream in self.streams:
+            stream.stuck.clear()
+
+    def _place(self, monkeypatch):
+        """What is told of a device of the host is told of the GPU of its rank."""
+        make, make_set = streams.Communication.__init__, replica_sets.ReplicaSet.__init__
+        make_plan = plans.Plan.__init__
+
+        def placed(communication, devices, beside=True):
+            make(communication, devices, beside)
+            communication.home = GPUS[0]
+
+        def placed_set(replica_set, tree, root, devices):
+            make_set(replica_set, tree, root, devices)
+            replica_set._devices = GPUS
+            replica_set._gates = [awaited.make_gate(device) for device in GPUS]
+
+        def placed_plan(plan, description, buckets, alone, count, devices, communication):
+            # Which ranks land is told by GPUs, what is copied by the host's devices.
+            make_plan(plan, description, buckets, alone, count, GPUS, communication)
+            plan._devices = devices
+
+        monkeypatch.setattr(streams.Communication, "__init__", placed)
+        monkeypatch.setattr(replica_sets.ReplicaSet, "__init__", placed_set)
+        monkeypatch.setattr(plans.Plan, "__init__", placed_plan)
+
+    def waits(self):
+        """{stream: what it has waited for, in order} since the last call."""
+        found = {stream.name: stream.log for stream in self.streams if stream.log}
+        for stream in self.streams:
+            stream.log = []
+        return found
+
+    def names(self):
+        return [self.current[device].name for device in GPUS]
