@@ -177,6 +177,7 @@ OPTIONS = {
     "bucket_bytes": st.one_of(st.integers(-1, 10**20), ODD),
     "transport": st.one_of(st.sampled_from(["auto", "local", "peer", "nccl", "host"]), ODD),
     "engine": st.one_of(st.sampled_from(["eager", "auto", "graph"]), ODD),
+    "timeout_s": st.one_of(st.integers(-1, 10**20), st.floats(), ODD),
 }
 
 

@@ -443,6 +443,7 @@ def test_every_option_survives_a_copy(fast):
         "unused_grad": "none",
         "bucket_bytes": 7,
         "transport": "local",
+        "timeout_s": 600.0,
     }
     dp = fast.wrap(Model(), 2, **options)
     for twin in (dp, copy.deepcopy(dp), pickle.loads(pickle.dumps(dp))):

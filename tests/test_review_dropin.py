@@ -25,6 +25,7 @@ OPTIONS = {
     "bucket_bytes": "many",
     "transport": {"kind": "tcp"},
     "engine": object(),
+    "timeout_s": "soon",
 }
 
 
