@@ -4,6 +4,7 @@ each becomes a row. A rival that fails leaves the others in; a run that is cut k
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
@@ -11,11 +12,13 @@ import traceback
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
-from rivals import Block
+from rivals import COMPILED, Block
 
 OURS, ONE, SILENT = "fastdp", "one GPU", ", silent"
 # In one turn: fewer would count the waits around it more than the steps.
 LEAST_STEPS = 2
+# What a rival in this process may take before it counts as stuck.
+WARM_UP_S, COMPILED_S, TURN_S = 120.0, 500.0, 60.0
 _BEGAN = time.monotonic()
 
 
@@ -50,7 +53,18 @@ def say(text: str) -> None:
 
 
 class Contest:
-    def __init__(self, title: str, entries: Dict[str, Entry], bounds: Bounds, gpus: int) -> None:
+    """`rescue`, if there is one, watches over rivals in this process; `lost` are those that it has
+    left out, with the reasons."""
+
+    def __init__(
+        self,
+        title: str,
+        entries: Dict[str, Entry],
+        bounds: Bounds,
+        gpus: int,
+        rescue: Any = None,
+        lost: Optional[Dict[str, str]] = None,
+    ) -> None:
         self._title = title
         self._entries = entries
         self._bounds = bounds
@@ -61,7 +75,8 @@ class Contest:
         self._steps: Dict[str, int] = {}
         self._blocks: Dict[str, List[Block]] = {name: [] for name in entries}
         self._facts: Dict[str, Dict[str, Any]] = {}
-        self.failed: Dict[str, str] = {}
+        self._rescue = rescue
+        self.failed: Dict[str, str] = dict(lost or {})
 
     def send_off(self) -> None:
         """Starts the rivals that live in processes of their own."""
@@ -102,11 +117,21 @@ class Contest:
             rows.append({"rival": name, **self._entries[name].facts, "failed": reason})
         return rows
 
+    def _attend(self, name: str, act: Callable[[str], None]) -> Any:
+        entry = self._entries[name]
+        if self._rescue is None or entry.is_apart:
+            return contextlib.nullcontext()
+        is_compiled = entry.facts.get("kind") == f"{OURS} {COMPILED}"
+        warm_up_s = COMPILED_S if is_compiled else WARM_UP_S
+        patience_s = warm_up_s if act == self._warm else TURN_S
+        return self._rescue.attend(self._title, name, patience_s)
+
     def _try(self, name: str, act: Callable[[str], None]) -> None:
         if name in self.failed:
             return
         try:
-            act(name)
+            with self._attend(name, act):
+                act(name)
         except Exception as error:
             traceback.print_exc()
             self.failed[name] = str(error).strip().splitlines()[-1][:200] or type(error).__name__
@@ -116,6 +141,8 @@ class Contest:
             if rival is not None:
                 rival.end()
             del rival
+            if self._rescue is not None:
+                self._rescue.look_after(self._title, name, self.failed[name])
             _give_memory_back()
 
     def _start(self, name: str) -> None:

@@ -35,8 +35,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -48,6 +50,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from contest import ONE, OURS, SILENT, Bounds, Contest, Entry, say, show, spent_s  # noqa: E402
 from measure import machine  # noqa: E402
 from models import MODELS, STANDARD  # noqa: E402
+from rescue import Rescue, end_children, keep  # noqa: E402
 from rivals import (  # noqa: E402
     ANSWER_S,
     COMPILED,
@@ -131,6 +134,7 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--ahead", type=int, default=64, help="models whose DDP starts together")
     parser.add_argument("--port", type=int, default=29511)
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--resume", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     for option in ("steps", "rounds", "warmup", "ahead", "limit"):
         if getattr(args, option) < 1:
@@ -200,14 +204,6 @@ def settle(args: argparse.Namespace) -> None:
             say(f"transport {transport}: {error}")
 
 
-def keep(path: Optional[str], found: Dict[str, Any]) -> None:
-    """Written aside and renamed: a run that is killed leaves a whole file."""
-    if path:
-        with open(path + ".part", "w") as file:
-            json.dump(found, file, indent=1)
-        os.replace(path + ".part", path)
-
-
 def hold(contest: Contest, name: str, per_gpu: int, args: argparse.Namespace) -> Dict[str, Any]:
     """One model's contest; what it came to even if it is interrupted."""
     shown = [d.index if d.type == "cuda" else "cpu" for d in args.devices]
@@ -221,13 +217,39 @@ def hold(contest: Contest, name: str, per_gpu: int, args: argparse.Namespace) ->
         contest.warm_up()
         contest.take_turns()
         contest.end()
-        table["wire"] = wire_ms(MODELS[name], args.devices)
         table["is_whole"] = True
+        table["wire"] = wire_ms(MODELS[name], args.devices)
+    except RuntimeError as error:
+        say(f"{name}: bare copies failed: {error}")
     except KeyboardInterrupt:
         say(f"{name}: interrupted")
     table["rows"] = contest.rows()
     table["took_s"] = round(spent_s() - began_s, 1)
     return table
+
+
+def begin_or_resume(given: Sequence[str], args: argparse.Namespace) -> Dict[str, Any]:
+    """The run as its JSON will have it."""
+    if args.resume:
+        with open(args.resume) as file:
+            return json.load(file)
+    return {
+        "benchmark": "step",
+        "command": shlex.join(["python", "benchmarks/step.py", *given]),
+        "machine": where_it_ran(args.devices),
+        "lost": [],
+        "tables": [],
+    }
+
+
+def contest_of(
+    k: int, name: str, per_gpu: int, args: argparse.Namespace, found: Dict[str, Any], rescue: Rescue
+) -> Contest:
+    title = f"{name}:{per_gpu}"
+    entries = entries_of(name, per_gpu, args, k * len(args.ddp))
+    bounds = Bounds(args.rounds, args.steps, args.seconds, args.limit, ANSWER_S)
+    lost = {each["rival"]: each["reason"] for each in found["lost"] if each["contest"] == title}
+    return Contest(title, entries, bounds, args.gpus, rescue, lost)
 
 
 def interrupt(number: int, frame: Any) -> None:
@@ -240,21 +262,18 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     if args.devices[0].type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no GPU here; --devices cpu,cpu --models tiny tries the script")
     signal.signal(signal.SIGTERM, interrupt)
-    given = sys.argv[1:] if arguments is None else arguments
-    found: Dict[str, Any] = {
-        "benchmark": "step",
-        "command": " ".join(["python benchmarks/step.py", *given]),
-        "machine": where_it_ran(args.devices),
-        "tables": [],
-    }
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    found = begin_or_resume(given, args)
     print(json.dumps(found["machine"]), flush=True)
     settle(args)
-    bounds = Bounds(args.rounds, args.steps, args.seconds, args.limit, ANSWER_S)
-    contests = [
-        Contest(name, entries_of(name, per_gpu, args, k * len(args.ddp)), bounds, args.gpus)
-        for k, (name, per_gpu) in enumerate(args.models)
-    ]
-    for k, (name, per_gpu) in enumerate(args.models):
+    path = args.json or args.resume or tempfile.mkstemp(".json", "step-")[1]
+    if args.resume:
+        given = given[: given.index("--resume")]
+    ends_at = time.monotonic() + args.limit - spent_s()
+    rescue = Rescue(found, given, args.devices, path, ends_at)
+    models = args.models[len(found["tables"]) :]
+    contests = [contest_of(k, *model, args, found, rescue) for k, model in enumerate(models)]
+    for k, (name, per_gpu) in enumerate(models):
         if spent_s() > args.limit:
             say(f"{name}: left out, {args.limit:g} s are over")
             continue
@@ -266,7 +285,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         found["tables"].append(table)
         keep(args.json, found)
         if not table["is_whole"]:
-            raise SystemExit(130)
+            # At an ordinary exit threads of torch's nn.DataParallel would abort the process.
+            end_children()
+            sys.stdout.flush()
+            os._exit(130)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Markdown of what benchmarks/step.py took: times of a step, and how many times as long others take.
+"""Markdown of what benchmarks/step.py took: times of steps, how many times as long others take.
 
 Figures of different runs stand in different lines, even for the same model: only those of one run
 are compared. A later run takes the place of an earlier one if it has all of its rivals.
@@ -78,8 +78,8 @@ def columns_of(lines: Sequence[Line]) -> List[str]:
 
     def place(name: str) -> int:
         kinds = (ONE, TORCH, DDP, "DDP compiled", "fastdp eager", "fastdp auto", "fastdp graph")
-        matching = [i for i, kind in enumerate(kinds) if name == kind or name.startswith(kind + " ")]
-        return matching[-1] if matching else len(kinds)
+        matching = [kind for kind in kinds if name == kind or name.startswith(kind + " ")]
+        return kinds.index(matching[-1]) if matching else len(kinds)
 
     return sorted((name for name in found if not name.endswith(SILENT)), key=place)
 

@@ -171,6 +171,61 @@ def test_the_first_error_of_a_process_ends_the_wait():
         dead.block(3)
 
 
+def test_a_run_goes_on_in_a_new_process_without_a_rival_that_never_comes_back(tmp_path):
+    """The watching thread replaces the process; the models that were done stay."""
+    program = f"""
+import sys, threading
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import contest, rivals, step
+contest.TURN_S = 1.0
+block = rivals.Local.block
+def stuck(self, steps):
+    module = self._trainer.module
+    if hasattr(module, "report") and self._trainer.batch.shape[0] == 6:
+        threading.Event().wait(60)
+    return block(self, steps)
+rivals.Local.block = stuck
+step.main(sys.argv[1:])
+"""
+    out = tmp_path / "out.json"
+    options = ["--devices", "cpu,cpu", "--models", "tiny,tiny:3", "--ddp", "none", "--rounds", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *options, "--seconds", "0.1", "--json", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "in stuck" in done.stderr  # where it hung
+    assert "tiny:3: fastdp eager spoiled the process (no answer in 1 s)" in done.stdout
+    found = json.loads(out.read_text())
+    assert "--resume" not in found["command"]
+    first, second = ([row["rival"] for row in each["rows"]] for each in found["tables"])
+    assert first == second == ["one GPU", "torch DP", "fastdp eager"]
+    assert found["tables"][1]["rows"][2]["failed"] == "no answer in 1 s"
+    assert "step_ms" in found["tables"][0]["rows"][2]
+
+
+def test_a_rival_that_leaves_the_gpus_unusable_is_lost(monkeypatch):
+    import rescue
+
+    lost = []
+    watch = rescue.Rescue({"lost": []}, [], [], "", 1e9)
+    monkeypatch.setattr(watch, "lose", lambda *words: lost.append(words))
+    watch.look_after("mlp:64", "fastdp graph", "an error")  # the GPUs are well
+    assert lost == []
+
+    def unwell(devices):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(rescue, "wait", unwell)
+    game = known_contest(bad=Known(1.0, {1: RuntimeError("its words")}), good=Known(1.0))
+    game._rescue = watch
+    hold(game)
+    assert lost == [("known", "bad", "its words")]
+
+
 # Tables and the picture of runs as step.py writes them.
 
 MACHINE = {
