@@ -38,6 +38,7 @@ from .wrapper import DataParallel
 if TYPE_CHECKING:
     from .doctor import PreflightError, preflight
     from .health_monitor import HealthMonitor, HealthRecord
+    from .validations import validation
 
 __all__ = [
     "CommunicationTimeoutError",
@@ -61,6 +62,7 @@ __all__ = [
     "scatter",
     "scatter_kwargs",
     "sum_losses",
+    "validation",
 ]
 
 __version__ = build_info()["version"]
@@ -71,6 +73,7 @@ _LATER = {
     "HealthRecord": "health_monitor",
     "PreflightError": "doctor",
     "preflight": "doctor",
+    "validation": "validations",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
 
 import torch
 
@@ -52,11 +52,10 @@ def cuts_alike(wrapper: Any) -> bool:
 def warm_up(wrapper: Any, inputs: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
     buffers = list(wrapper.module.buffers())
     kept = [buffer.detach().clone() for buffer in buffers]
-    devices = [device.index for device in distinct([b.device for b in buffers])]
+    devices = [buffer.device for buffer in buffers]
     if wrapper.device_ids:
-        used = [parse_device(device, "device_ids") for device in wrapper.device_ids]
-        devices = [device.index for device in distinct(used)]
-    with torch.random.fork_rng(devices), _forked_host_generators():
+        devices = [parse_device(device, "device_ids") for device in wrapper.device_ids]
+    with forked_generators(devices):
         try:
             for _ in range(_WARM_UPS):
                 wrapper(*inputs, **kwargs)
@@ -64,6 +63,15 @@ def warm_up(wrapper: Any, inputs: Tuple[Any, ...], kwargs: Dict[str, Any]) -> No
             for buffer, value in zip(buffers, kept):
                 # Not as a write that counts: a backward may be still to come.
                 buffer.data.copy_(value)
+
+
+@contextlib.contextmanager
+def forked_generators(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Random numbers of torch on the host and on these devices, of Python and of NumPy go on
+    afterwards as if nothing had been drawn in between."""
+    indices = [device.index for device in distinct(devices)]
+    with torch.random.fork_rng(indices), _forked_host_generators():
+        yield
 
 
 @contextlib.contextmanager

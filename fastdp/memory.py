@@ -76,18 +76,18 @@ def devices_of(wrapper: Any) -> List[torch.device]:
     """Where the wrapper has something, each once: the replicas' devices, the output's, and without
     replicas the module's."""
     if not wrapper.device_ids:
-        return list(dict.fromkeys(tensor.device for tensor in _tensors(wrapper.module))) or [HOST]
+        return list(dict.fromkeys(tensor.device for tensor in tensors_in(wrapper.module))) or [HOST]
     found = list(parse_devices(wrapper.device_ids, "device_ids"))
     found.append(parse_device(wrapper.output_device, "output_device"))
     return list(dict.fromkeys(found))
 
 
 def make_memory(wrapper: Any) -> Memory:
-    from .validation import left_bytes
+    from .validations import left_bytes
 
     devices = devices_of(wrapper)
-    parameters = _held_by(_tensors(wrapper.module))
-    gradients = _held_by(gradients_of(wrapper.module))
+    parameters = held_by(tensors_in(wrapper.module))
+    gradients = held_by(gradients_of(wrapper.module))
     copies = copies_bytes(wrapper)
     scratch = scratch_bytes()
     graphs = make_graphs(wrapper)
@@ -174,7 +174,7 @@ def make_graphs(wrapper: Any) -> Dict[torch.device, Tuple[int, int]]:
     return held
 
 
-def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+def tensors_in(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters()
     yield from module.buffers()
 
@@ -183,7 +183,7 @@ def gradients_of(module: torch.nn.Module) -> List[torch.Tensor]:
     return [p.grad for p in module.parameters() if p.grad is not None]
 
 
-def _held_by(tensors: Iterable[torch.Tensor]) -> Dict[torch.device, int]:
+def held_by(tensors: Iterable[torch.Tensor]) -> Dict[torch.device, int]:
     """The memory that tensors keep alive, by device: storages, each once."""
     seen = set()
     held: Dict[torch.device, int] = {}

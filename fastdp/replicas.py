@@ -84,6 +84,7 @@ class Replicator:
         self._plans: Dict[Tuple[Any, ...], Plan] = {}
         self._idle: List[ReplicaSet] = []
         self._lent: List[ReplicaSet] = []
+        self.compiled: Any = None  # what compiles the replicas, if anything does
         _all_replicators.add(self)
 
     def take(
@@ -133,9 +134,23 @@ class Replicator:
                 held,
                 grad,
                 dim,
+                self._compiler(),
             )
 
         return self._held(root, True, collect)
+
+    def plan_for(self, ranks: int, differentiable: bool) -> Tuple[Plan, Tensors]:
+        """How the module as it is now would travel to the first `ranks` devices, and its tensors:
+        parameters, then buffers."""
+        root = self._module()
+
+        def make(same: bool) -> Tuple[Plan, Tensors]:
+            parameters, buffers, pattern = self._tree.collect()
+            tensors = parameters + buffers
+            plan = self._plan(root, tensors, pattern, len(parameters), ranks, differentiable)
+            return plan, tensors
+
+        return self._held(root, True, make)
 
     def _while_same(self, tree: Any) -> Callable[[Callable[[], Any]], Any]:
         def held(act: Callable[[], Any]) -> Any:
@@ -161,6 +176,8 @@ class Replicator:
         if self._fresh or not early:
             plan.communication.deliver()
         if self._fresh:
+            if self._compiler() is not None:
+                self.compiled.refuse("a module in it makes its own replicas (scripted or fx)")
             roots = fresh_replicas(root, parameters, buffers, rows)
             return roots, Lease(None, tokens, plan.communication)
         replicas = self._take_set(root)
@@ -285,9 +302,14 @@ class Replicator:
             if replicas.empty_if_idle(self._weak):
                 self._lent.remove(replicas)
                 self._idle.append(replicas)
+        compiled = self._compiler()
+        self._idle = [replicas for replicas in self._idle if replicas.compiled is compiled]
         if self._idle:
             return self._idle.pop()
-        return ReplicaSet(self._tree, root, self.devices)
+        return ReplicaSet(self._tree, root, self.devices, compiled)
+
+    def _compiler(self) -> Any:
+        return None if self.compiled is None or self.compiled.useless else self.compiled
 
     def forget(self) -> None:
         """In a forked child: another thread of the parent may have been at work here."""

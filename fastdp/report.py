@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 from . import _C
 from .buckets import find_transport
 from .devices import parse_devices
 from .memory import Memory, make_memory
 from .traces import Trace
+
+if TYPE_CHECKING:
+    from .fits import Fit
 
 
 class Report(Dict[str, Any]):
@@ -104,6 +107,51 @@ class Reporting:
         dictionary by device that prints as a table. `fastdp.memory.Memory` says what each entry is.
         Reading it waits for no GPU."""
         return make_memory(self)
+
+    def fits(
+        self, *inputs: Any, mode: str = "train", optimizer: Any = None, **kwargs: Any
+    ) -> Fit:
+        """Whether a step with arguments like these fits into the devices' memory, and how much it
+        takes at its peak, without running it.
+
+        Args:
+            inputs, kwargs: example arguments, as for a forward. Shapes, dtypes and devices count,
+                values do not.
+            mode: "train": forward and backward, with the module as in training; "eval": forward
+                alone, as in evaluation and without gradients.
+            optimizer: the optimizer that is to be used: what its state will take is added, unless
+                it is there already. It is not changed.
+
+        Returns:
+            A `Fit`: true if the step fits; `fits`, `devices` with an estimate for each; prints as
+            text.
+
+        Raises:
+            ValueError: another mode. TypeError: something else than an optimizer.
+            RuntimeError: a forward that looks at values (`.item()`, a branch on a tensor), or runs
+                operators that torch knows no shapes of.
+            What a forward raises.
+
+        How: the forward of each kind of replica, and its backward, run once on torch's fake
+        tensors, under the caller's autocast. Counted is when each result's memory begins and ends,
+        with the memory of the moves acted out beside it: slices of the arguments, copies of the
+        parameters, joined outputs, gradients until their bucket is summed, and the sums. On GPUs
+        the threads of the step make their cuBLAS handles first, whose workspaces then count.
+
+        Bound: meant to be within 10 % of torch's peak of allocated memory, of a step whose loss is
+        a small function of the outputs. Not in it: a loss outside of the model that keeps tensors
+        as large as outputs; workspaces of convolutions; what torch's allocator cannot use for
+        fragmentation, for which a tenth is left before `fits` is true. Gradients that are there at
+        the call count as kept. Replicas that share a device are taken to run one after another.
+        A step that engine "auto" or "graph" records keeps what is estimated, and its packed
+        gradients, which are added.
+
+        Nothing of the module changes: parameters, gradients, buffers and random numbers stay as
+        they are. Its Python runs, on replicas, as in a forward.
+        """
+        from .fits import make_fit
+
+        return make_fit(self, inputs, kwargs, mode, optimizer)
 
     def dump(self) -> str:
         """The flight recorder as text: the last operations of fastdp's core in this process, of all

@@ -1,0 +1,281 @@
+"""Whether a step fits into the devices' memory, before it is run."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Hashable, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from .apply import apply_modules
+from .cuts import scatter_arguments
+from .devices import HOST, parse_device, parse_devices
+from .diagnosis import size_text
+from .engine_choice import forked_generators
+from .marks import unmarked
+from .memory import devices_of, gradients_of, held_by, scratch_bytes, tensors_in, usage
+from .optimizer_state import missing_bytes
+from .rehearsal import Part, Place, Step, Taken, map_tensors, rehearse
+from .scattered import Scattered
+from .streams import distinct
+
+MODES = ("train", "eval")
+
+# What is left for memory that torch's allocator cannot use, and for the error of an estimate.
+_MARGIN = 0.1
+
+# As the core's pools do (csrc/limits.h): so many buffers of a size, one where they are large.
+_POOL_DEPTH = 3
+_POOL_DEEP_BYTES = 64 * 2**20
+
+Bytes = Dict[torch.device, int]
+
+
+class DeviceFit(NamedTuple):
+    """Of one device, in bytes."""
+
+    held_bytes: int  # allocated now: on a GPU by torch in this process, on the host by the module
+    optimizer_bytes: int  # state that the optimizer's first step will add
+    step_bytes: int  # what the step takes at its peak, beyond these
+    scratch_bytes: int  # what the core's scratch pools will take beyond what they have
+    free_bytes: Optional[int]  # what can be taken now; None where the system does not tell
+
+    @property
+    def peak_bytes(self) -> int:
+        """What will be allocated at the peak: on a GPU the later max_memory_allocated."""
+        return self.held_bytes + self.optimizer_bytes + self.step_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """What has to be free now."""
+        return self.optimizer_bytes + self.step_bytes + self.scratch_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether that, and a tenth more, is free."""
+        return self.free_bytes is None or self.needed_bytes * (1 + _MARGIN) <= self.free_bytes
+
+
+class Fit:
+    """What `DataParallel.fits` found. True if the step fits; prints as text.
+
+    - `fits`: whether it fits on every device, with a tenth to spare.
+    - `devices`: a `DeviceFit` by device, such as "cuda:0".
+    - `mode`: "train" or "eval".
+    """
+
+    def __init__(self, mode: str, devices: Dict[str, DeviceFit]) -> None:
+        self.mode = mode
+        self.devices = devices
+
+    @property
+    def fits(self) -> bool:
+        return all(row.fits for row in self.devices.values())
+
+    def __bool__(self) -> bool:
+        return self.fits
+
+    def __str__(self) -> str:
+        kind = "a training step" if self.mode == "train" else "a forward without gradients"
+        lines = [f"{kind} {'fits' if self.fits else 'does not fit'}"]
+        for name, row in self.devices.items():
+            free = "unknown" if row.free_bytes is None else size_text(row.free_bytes)
+            lines.append(
+                f"{name}: {size_text(row.peak_bytes)} at the peak, of them "
+                f"{size_text(row.step_bytes)} for the step; {size_text(row.needed_bytes)} are "
+                f"needed, {free} free{'' if row.fits else ': too little'}"
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def make_fit(
+    wrapper: Any, inputs: Tuple[Any, ...], kwargs: Dict[str, Any], mode: str, optimizer: Any
+) -> Fit:
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}: it must be one of {', '.join(MODES)}")
+    train = mode == "train"
+    state = {} if optimizer is None else missing_bytes(optimizer)
+    devices = devices_of(wrapper)
+    with forked_generators(devices):
+        workspace = _ready_libraries(wrapper)
+        taken = _taken(wrapper, inputs, kwargs, train, workspace)
+    present = scratch_bytes()
+    scratch = _scratch(wrapper)
+    own = held_by([*tensors_in(wrapper.module), *gradients_of(wrapper.module)])
+    rows = {}
+    for device in devices:
+        now = usage(device)
+        allocated = now["allocated"]
+        rows[str(device)] = DeviceFit(
+            own.get(device, 0) if allocated is None else allocated,
+            state.get(device, 0),
+            taken.get(device, 0),
+            max(0, scratch.get(device, 0) - present.get(device, 0)),
+            now["free"],
+        )
+    return Fit(mode, rows)
+
+
+# The step
+
+
+def _taken(
+    wrapper: Any, inputs: Any, kwargs: Any, train: bool, workspace: Dict[Any, int]
+) -> Bytes:
+    """What the step takes of each device at its peak."""
+    if not wrapper.device_ids:
+        return _taken_directly(wrapper, unmarked(inputs), unmarked(kwargs), train, workspace)
+    devices = parse_devices(wrapper.device_ids, "device_ids")
+    with torch.set_grad_enabled(train):
+        rows, named = _cut(wrapper, inputs, kwargs)
+    if not rows and not named:
+        rows, named = ((),), ({},)  # as a forward without arguments runs: once
+    ranks = len(rows)
+    single = len(devices) == 1
+    if single:
+        tensors = tuple(tensors_in(wrapper.module))
+        plan, count = None, sum(1 for _ in wrapper.module.parameters())
+    else:
+        with torch.set_grad_enabled(train):
+            plan, tensors = wrapper._fastdp_get_runtime().replicator.plan_for(ranks, train)
+        count = plan.parameter_count
+    joined = wrapper._fastdp_gather_outputs and not single
+    step = Step(wrapper.module, plan, tensors, count, train, joined, workspace)
+    output_device = parse_device(wrapper.output_device, "output_device")
+    packed = _packed_bytes(wrapper, plan) if train else 0
+    found: Bytes = {}
+    outputs_bytes = 0
+    known: Dict[Hashable, Taken] = {}
+    # The device that joins the outputs comes last: what the others give is to be known by then.
+    for device in sorted(dict.fromkeys(devices[:ranks]), key=lambda each: each == output_device):
+        joins = joined and device == output_device
+        parts = [Part(r, rows[r], named[r]) for r in range(ranks) if devices[r] == device]
+        look = [(_look_of(part.row), _look_of(part.named)) for part in parts]
+        key = device.type, joins, parts[0].rank == 0, tuple(look)
+        if key not in known:
+            place = Place(device, parts, True, outputs_bytes if joins else None)
+            known[key] = rehearse(step, place)
+        taken = known[key]
+        outputs_bytes += taken.output_bytes
+        found[device] = taken.peak_bytes + packed * len(parts)
+    if joined and output_device not in found:
+        found[output_device] = outputs_bytes
+    return found
+
+
+def _taken_directly(
+    wrapper: Any, inputs: Any, kwargs: Any, train: bool, workspace: Dict[Any, int]
+) -> Bytes:
+    """Where the module is called with the arguments as they are."""
+    tensors = tuple(tensors_in(wrapper.module))
+    count = sum(1 for _ in wrapper.module.parameters())
+    device = devices_of(wrapper)[0]
+    step = Step(wrapper.module, None, tensors, count, train, False, workspace)
+    place = Place(device, [Part(0, inputs, kwargs)], False, None)
+    return {device: rehearse(step, place).peak_bytes}
+
+
+def _cut(wrapper: Any, inputs: Any, kwargs: Any) -> Tuple[Sequence[Any], Sequence[Any]]:
+    """The arguments of each replica, cut on the host and without the values."""
+    from .wrapper import DataParallel
+
+    count = len(wrapper.device_ids)
+    inputs, kwargs = map_tensors(inputs, _empty_on_host), map_tensors(kwargs, _empty_on_host)
+    if type(wrapper).scatter is not DataParallel.scatter or "scatter" in wrapper.__dict__:
+        rows, named = wrapper.scatter(inputs, kwargs, ["cpu"] * count)
+        return rows, named
+    rules = wrapper._fastdp_rules()
+    return scatter_arguments(inputs, kwargs, (HOST,) * count, wrapper.dim, rules)
+
+
+def _empty_on_host(tensor: Any) -> Any:
+    if isinstance(tensor, Scattered):
+        parts = [_empty_on_host(part) for part in tensor.slices]
+        return Scattered(parts, tensor.cut_dim)
+    if tensor.layout != torch.strided:
+        return tensor
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return empty.requires_grad_(tensor.requires_grad)
+
+
+def _look_of(tree: Any) -> Hashable:
+    """What replicas with equal arguments have in common."""
+    leaves = tree_leaves(tree)
+    looks: List[Hashable] = []
+    for leaf in leaves:
+        is_tensor = isinstance(leaf, torch.Tensor)
+        looks.append((leaf.shape, leaf.dtype, leaf.requires_grad) if is_tensor else id(leaf))
+    return tuple(looks)
+
+
+def _packed_bytes(wrapper: Any, plan: Any) -> int:
+    """What a recorded step keeps of each replica besides: its gradients, packed."""
+    if wrapper._fastdp_engine == "eager" or plan is None:
+        return 0
+    buckets = [bucket for bucket in plan.buckets if bucket.requires_grad]
+    return sum(bucket.core.size_bytes for bucket in buckets)
+
+
+# Beside the step
+
+
+def _scratch(wrapper: Any) -> Bytes:
+    """What the core's pools will hold on each GPU for moves between several: for each size of
+    bucket a few buffers."""
+    devices = devices_of(wrapper)
+    runtime = wrapper.__dict__.get("_fastdp_runtime")
+    plan = None if runtime is None else runtime.replicator.plan_in_use()
+    if plan is None or len(distinct(devices)) < 2:
+        return {}
+    sizes: Dict[int, int] = {}
+    for bucket in plan.buckets:
+        size_bytes = _class_bytes(bucket.core.size_bytes)
+        sizes[size_bytes] = sizes.get(size_bytes, 0) + 1
+    held = 0
+    for size_bytes, count in sizes.items():
+        held += size_bytes * (1 if size_bytes > _POOL_DEEP_BYTES else min(count, _POOL_DEPTH))
+    return {device: held for device in distinct(devices)}
+
+
+def _class_bytes(size_bytes: int) -> int:
+    """As csrc/pool.c rounds up: four classes to each doubling."""
+    octave = 512
+    while octave * 2 <= size_bytes:
+        octave *= 2
+    quarter = octave // 4
+    return max(octave, -(-size_bytes // quarter) * quarter)
+
+
+def _ready_libraries(wrapper: Any) -> Dict[Any, int]:
+    """On GPUs: lets the threads of a step make their handles of cuBLAS, with the workspaces that
+    these keep, as its first step would, so that they count as held. Gives what a product with a
+    bias takes for as long as it runs."""
+    gpus = distinct(devices_of(wrapper))
+    if not gpus or not wrapper.device_ids:
+        return {}
+    devices = parse_devices(wrapper.device_ids, "device_ids")
+    with torch.enable_grad(), torch.inference_mode(False):
+        layers = [torch.nn.Linear(8, 8, device=device) for device in devices]
+        ones = [torch.ones(8, 8, device=device) for device in devices]
+        teams = wrapper._fastdp_get_runtime().teams
+        sequential = wrapper._fastdp_sequential
+        for output in apply_modules(teams, layers, ones, None, devices, sequential):
+            output.sum().backward()
+        if devices[0].type != "cuda":
+            return {}
+        with torch.cuda.device(devices[0]), torch.no_grad():
+            layers[0](ones[0])
+            before = _ever_allocated(devices[0])
+            result = layers[0](ones[0])
+            grown = _ever_allocated(devices[0]) - before
+        return {torch.ops.aten.addmm: max(0, grown - _rounded(result))}
+
+
+def _ever_allocated(device: torch.device) -> int:
+    return torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0)
+
+
+def _rounded(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // 512) * 512

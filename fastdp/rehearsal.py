@@ -1,0 +1,301 @@
+"""A step of the replicas of one device on tensors that have no memory (torch's fake tensors), to see
+how much it would take there. The moves of parameters and gradients are acted out: which memory they
+make, and how long they hold what. Nothing of the module is written: its copies are fresh, its
+parameters fake."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.utils._pytree import tree_map
+
+from . import _torch_compat
+from .fresh_replicas import fresh_replicas
+from .ledger import Ledger
+from .marks import Replicated
+from .plans import Plan, Tensors
+from .scattered import Scattered
+
+# As streams.py holds the gradients of a few buckets whose moves run beside compute.
+_HELD_BUCKETS = 3
+
+
+class Step(NamedTuple):
+    """What is acted out. `plan` is None where the module is called directly."""
+
+    module: nn.Module
+    plan: Optional[Plan]
+    tensors: Tensors  # of the module: parameters, then buffers
+    parameter_count: int
+    train: bool  # forward and backward, or forward alone
+    joined: bool  # whether outputs are gathered
+    workspace: Dict[Any, int]
+
+
+class Part(NamedTuple):
+    """One replica's arguments."""
+
+    rank: int
+    row: Any
+    named: Any
+
+
+class Place(NamedTuple):
+    """A device and its replicas. `outputs_bytes` is what the other devices' outputs add where this
+    one gathers them, None where it does not."""
+
+    device: torch.device
+    parts: Sequence[Part]
+    copied: bool  # whether the arguments are copies that the step has made
+    outputs_bytes: Optional[int]
+
+    @property
+    def is_home(self) -> bool:
+        return self.parts[0].rank == 0
+
+
+class Taken(NamedTuple):
+    peak_bytes: int  # on the device
+    output_bytes: int  # of its replicas
+
+
+class Unforeseeable(RuntimeError):
+    """The forward cannot run without values."""
+
+
+def rehearse(step: Step, place: Place) -> Taken:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    ledger = Ledger(step.workspace)
+    with _settings(step, place.device), FakeTensorMode(allow_non_fake_inputs=True):
+        own = _fakes_of(step, place.device)
+        with ledger:
+            ledger.ignore(own)
+            try:
+                output_bytes = _act(step, place, own, ledger)
+            except Exception as error:
+                reason = _reason(error)
+                if reason is None:
+                    raise
+                raise Unforeseeable(
+                    "fits: the forward cannot run without the values of tensors, which an "
+                    f"estimate has none of ({reason}): run a step, and read dp.memory()"
+                ) from error
+    return Taken(ledger.peak.get(place.device, 0), output_bytes)
+
+
+def _act(step: Step, place: Place, own: Sequence[torch.Tensor], ledger: Ledger) -> int:
+    """The order of a step: slices, copies of parameters, forwards, joined outputs, backward."""
+    arguments = [
+        (_placed(part.row, place, ledger), _placed(part.named, place, ledger))
+        for part in place.parts
+    ]
+    moved = [list(own)] if step.plan is None else _Moves(step.plan, place).copies(own)
+    replicas = [_replica(step, tensors) for tensors in moved]
+    outputs = []
+    for replica, (row, named) in zip(replicas, arguments):
+        outputs += tensors_of(replica(*row, **named))
+    output_bytes = sum(map(_size_bytes, outputs))
+    joined = None
+    if step.joined and place.outputs_bytes is not None:
+        whole_bytes = output_bytes + place.outputs_bytes
+        joined = torch.empty(whole_bytes, dtype=torch.uint8, device=place.device)
+    del arguments, moved, replicas, replica, row, named
+    wanted = [output for output in outputs if output.requires_grad]
+    if step.train and wanted:
+        gradients = [torch.empty_like(output) for output in wanted]
+        del outputs, joined
+        torch.autograd.backward(wanted, gradients)
+    return output_bytes
+
+
+def _replica(step: Step, tensors: Sequence[torch.Tensor]) -> nn.Module:
+    cut = step.parameter_count
+    row = tuple(tensors[:cut]), tuple(tensors[cut:])
+    replica = fresh_replicas(step.module, step.tensors[:cut], step.tensors[cut:], [row])[0]
+    if step.train != step.module.training:
+        for module in replica.modules():
+            module.training = step.train
+    return replica
+
+
+class _Moves:
+    """The moves of parameters and gradients as one device sees them: their memory, nothing else."""
+
+    def __init__(self, plan: Plan, place: Place) -> None:
+        self.device = place.device
+        self.is_home = place.is_home
+        self.ranks = [part.rank for part in place.parts]
+        self._plan = plan
+        self._sums: List[torch.Tensor] = []
+        self._retiring: List[Any] = []
+
+    def copies(self, own: Sequence[torch.Tensor]) -> List[List[torch.Tensor]]:
+        """Each replica's tensors, in the order of the module's."""
+        found = [list(own) for _ in self.ranks]
+        for k in self._plan.alone:
+            for rank, row in zip(self.ranks, found):
+                row[k] = own[k] if rank == 0 else torch.empty_like(own[k])
+        for bucket in self._plan.buckets:
+            chosen = [own[k] for k in bucket.places]
+            if bucket.requires_grad and torch.is_grad_enabled():
+                made = _Spread.apply(self, bucket, *chosen)
+                _torch_compat.run_early(made[0].grad_fn)
+            else:
+                made = self.slots(bucket, chosen)
+            rest = iter(made)
+            for row in found:
+                for k, is_parameter in zip(bucket.places, bucket.parameters):
+                    row[k] = next(rest)
+                    if is_parameter:
+                        row[k]._is_param = True  # as isinstance(..., nn.Parameter) asks
+        return found
+
+    def slots(self, bucket: Any, own: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, ...]:
+        """The bucket's tensors, replica by replica."""
+        found: List[torch.Tensor] = []
+        for rank in self.ranks:
+            if rank == 0:
+                found += [tensor.detach() for tensor in own]
+                continue
+            flat = torch.empty(bucket.length, dtype=bucket.dtype, device=self.device)
+            found += [flat.as_strided(shape, s, start) for start, shape, s in bucket.core.slots]
+        return tuple(found)
+
+    def reduce(self, bucket: Any, gradients: Any) -> None:
+        if self.is_home:
+            self._sums.append(torch.empty(bucket.length, dtype=bucket.dtype, device=self.device))
+        if self._plan.communication.apart:
+            self._retiring = [*self._retiring, gradients][-_HELD_BUCKETS:]
+
+
+class _Spread(Function):
+    """A bucket's broadcast, as one device sees it; its backward is the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, moves: _Moves, bucket: Any, *own: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.moves, ctx.bucket, ctx.count = moves, bucket, len(own)
+        return moves.slots(bucket, own)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Optional[torch.Tensor]) -> Any:
+        ctx.moves.reduce(ctx.bucket, gradients)
+        return (None,) * (2 + ctx.count)
+
+
+# Around it
+
+
+@contextlib.contextmanager
+def _settings(step: Step, device: torch.device) -> Iterator[None]:
+    on_gpu = device.type == "cuda"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(step.train))
+        # All in this thread, and so in the order of a device's own.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        if on_gpu:
+            stack.enter_context(torch.cuda.device(device))
+        try:
+            yield
+        finally:
+            if torch.is_autocast_enabled(device.type):
+                torch.clear_autocast_cache()  # of fake tensors
+
+
+def _fakes_of(step: Step, device: torch.device) -> List[torch.Tensor]:
+    """The module's tensors. On another device than the first they stand for the first's, so that
+    no edge of the graph crosses devices."""
+    found = []
+    for k, tensor in enumerate(step.tensors):
+        if tensor.layout != torch.strided:
+            found.append(tensor)
+            continue
+        fake = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+        )
+        fake.requires_grad_(tensor.requires_grad)
+        fake._is_param = k < step.parameter_count
+        found.append(fake)
+    return found
+
+
+def _placed(tree: Any, place: Place, ledger: Ledger) -> Any:
+    """The arguments, as fake tensors on the replica's device."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout != torch.strided:
+            return tensor
+        device = place.device if place.copied else tensor.device
+        shape, strides = tensor.shape, tensor.stride()
+        result = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
+        return result.requires_grad_(tensor.requires_grad)
+
+    if place.copied:
+        return map_tensors(tree, fake)
+    with _paused(ledger):
+        return map_tensors(tree, fake)
+
+
+@contextlib.contextmanager
+def _paused(ledger: Ledger) -> Iterator[None]:
+    """What is made meanwhile is there already."""
+    ledger.counts = False
+    try:
+        yield
+    finally:
+        ledger.counts = True
+
+
+def map_tensors(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The tree with each tensor changed, and each `Scattered`."""
+
+    def at(leaf: Any) -> Any:
+        if isinstance(leaf, (torch.Tensor, Scattered)):
+            return change(leaf)
+        if isinstance(leaf, Replicated):
+            return Replicated(map_tensors(leaf.value, change))
+        return leaf
+
+    return tree_map(at, tree)
+
+
+def tensors_of(output: Any) -> List[torch.Tensor]:
+    """The tensors of an output, as gather finds them."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
+        output = [getattr(output, field.name, None) for field in dataclasses.fields(output)]
+    if isinstance(output, dict):
+        output = list(output.values())
+    if isinstance(output, (tuple, list)):
+        return [tensor for item in output for tensor in tensors_of(item)]
+    return []
+
+
+def _size_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _reason(error: BaseException) -> Optional[str]:
+    """What of fake tensors stands behind an error, or None: it is the forward's own."""
+    from torch._subclasses import fake_tensor
+
+    kinds = (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedOperatorException,
+        fake_tensor.UnsupportedFakeTensorException,
+    )
+    found: Optional[BaseException] = error
+    while found is not None:
+        if isinstance(found, kinds):
+            return f"{type(found).__name__}: {found}"
+        found = found.__cause__ or found.__context__
+    return None
