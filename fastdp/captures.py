@@ -2,17 +2,20 @@
 
 A recording is a CUDA graph. Captures run one at a time, on streams of their own (one per device:
 `torch.cuda.graph` has one for all, which fails on a second device), in "thread_local" error mode,
-so that another thread's pinned memory does not break them.
+so that another thread's pinned memory does not break them. The garbage collector rests meanwhile: a
+CUDA graph that it drops there breaks the capture.
 
-A capture that fails in the middle leaves torch's random generator believing that it is still being
-captured, and torch has no way to tell it otherwise. So everything is captured twice: first on a
-copy of the generator's state, which is then thrown away, and only what went well there is captured
-on the real one.
+A capture that is broken in the middle leaves torch's random generator believing that it is still
+being captured, and torch has no way to tell it otherwise. So everything is captured twice: first on
+a copy of the generator's state, which is then thrown away, and only what went well there is
+captured on the real one. Should that break all the same, the generator gets a fresh state with the
+same numbers, and recordings that know the former one are out of date.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
@@ -23,6 +26,13 @@ from .streams import distinct
 
 _lock = threading.RLock()
 _streams: Dict[torch.device, Any] = {}
+_renewals = 0
+
+
+def renewals() -> int:
+    """How often a generator got a fresh state: a recording made before the last time draws numbers
+    from one that is gone."""
+    return _renewals
 
 
 class CudaRecorder:
@@ -30,6 +40,7 @@ class CudaRecorder:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = distinct(devices)
+        self._rehearsing = False
 
     def events(self, count: int) -> List[Any]:
         """Events that can be recorded and waited for across the edge of a recording."""
@@ -40,7 +51,7 @@ class CudaRecorder:
         """Around all that warms up and records: the recording streams are current on all devices,
         behind whatever was enqueued; afterwards all that ran there has run. Buffers, random numbers
         and autocast's cache are as before; one thread at a time."""
-        with _lock, torch.cuda.device(self.devices[0]):
+        with _lock, _no_collection(), torch.cuda.device(self.devices[0]):
             streams = [_stream(device) for device in self.devices]
             before = [torch.cuda.current_stream(device) for device in self.devices]
             generators = [torch.cuda.default_generators[d.index] for d in self.devices]
@@ -65,9 +76,11 @@ class CudaRecorder:
         states = [generator.graphsafe_get_state() for generator in generators]
         for generator, state in zip(generators, states):
             generator.graphsafe_set_state(state.clone_state())
+        self._rehearsing = True
         try:
             yield
         finally:
+            self._rehearsing = False
             for generator, state in zip(generators, states):
                 generator.graphsafe_set_state(state)
             self._synchronize()
@@ -97,15 +110,25 @@ class CudaRecorder:
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 act()
-            except BaseException:
-                _abandon(graph, device, pool)
-                raise
-            try:
+                torch.cuda.set_device(device)
                 graph.capture_end()
             except BaseException:
-                _abandon(None, device, pool)
+                self._abandon(graph, device, pool)
                 raise
         return graph
+
+    def _abandon(self, graph: Any, device: torch.device, pool: Any) -> None:
+        """Ends a capture that will not be used. Where it was broken, ending it fails half-way: the
+        allocator has to be told apart, and the generator of a capture in earnest renewed."""
+        torch.cuda.set_stream(_stream(device))  # of this device, which becomes current too
+        try:
+            graph.capture_end()
+            return
+        except RuntimeError:
+            pass
+        _torch_compat.end_pool(device, pool)
+        if not self._rehearsing:
+            _renew_generators(self.devices)
 
     def mark(self) -> Any:
         """A point in time of the first device's stream: an event with `query`, `elapsed_time`."""
@@ -133,16 +156,24 @@ def _set_streams(streams: Sequence[Any]) -> None:
     torch.cuda.set_device(device)
 
 
-def _abandon(graph: Any, device: torch.device, pool: Any) -> None:
-    """Ends a capture that will not be used. Where it was broken, ending it fails half-way, and the
-    allocator has to be told apart."""
-    if graph is not None:
-        try:
-            graph.capture_end()
-            return
-        except RuntimeError:
-            pass
-    _torch_compat.end_pool(device, pool)
+def _renew_generators(devices: Sequence[torch.device]) -> None:
+    global _renewals
+    _renewals += 1
+    for device in devices:
+        generator = torch.cuda.default_generators[device.index]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def under_way() -> bool:

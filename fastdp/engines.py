@@ -153,7 +153,9 @@ class Engine:
             entry = self._whole.get(key)
             if entry is None or entry.recording is None or entry.trial is not None:
                 return NOTHING
-            if entry.recording.busy() or entry.snapshot.differs() is not None:
+            if entry.recording.busy() or entry.recording.outdated():
+                return NOTHING
+            if entry.snapshot.differs() is not None:
                 return NOTHING
             source = self._replicator.source(entry.recording.ranks, _wants_gradients(), dim)
             if _place_of(source) != entry.key.place:
@@ -279,6 +281,10 @@ class Engine:
             self._entries.move_to_end(entry.key)
 
     def _check_attributes(self, entry: _Entry) -> None:
+        if entry.recording.outdated():
+            entry.forget()
+            entry.note = "a broken capture changed the random generator since it was recorded"
+            return
         changed = entry.snapshot.differs()
         if changed is None:
             return
@@ -346,12 +352,16 @@ class Engine:
             return watches[-1]
 
         tensors = list(tensors_of(root))
+        compiled = self._replicator.compiled
+        compilations = compiled.count if compiled is not None else 0
         self._watching.begin = begin
         try:
             outputs = eager()
         finally:
             self._watching.begin = None
         entry.asked.watch(outputs)
+        if compiled is not None and compiled.count > compilations:
+            return outputs  # the compiler's doings are not the model's: another step tells
         entry.watched += 1
         if list(map(id, tensors)) != list(map(id, tensors_of(root))):
             # In a replica that would be lost; a module that is called directly keeps it.

@@ -47,14 +47,16 @@ class Listener:
     def start(self) -> None:
         global _listeners
         with _lock:
-            if not _listeners:
+            # First: a destructor that runs in here may stop another listener, and the last one to
+            # stop takes all taps away.
+            _listeners = (*_listeners, self)
+            if not any(isinstance(tap, _RecordTap) for tap in _taps):
                 _tap(_RecordTap())
             for name in ("stdout", "stderr"):
                 stream = getattr(sys, name)
                 tapped = [tap for tap in _taps if tap.taps(stream)]
                 if stream is not None and not tapped:
                     _tap(_StreamTap(stream, f"sys.{name}"))
-            _listeners = (*_listeners, self)
 
     def stop(self) -> None:
         """Any number of times, and again after one that was interrupted."""

@@ -20,7 +20,7 @@ from typing import Any, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 import torch
 
-from . import _C, _torch_compat, trees
+from . import _C, _torch_compat, captures, trees
 from .arrays import TORCH
 from .backwards import Backward, ways
 from .buckets import Bucket, resolved
@@ -29,6 +29,7 @@ from .graph_step import Call, apply_step
 from .outputs import map_output, without_graph
 from .phases import bucket_phase, phase
 from .plans import Source
+from .readiness import as_compiled
 from .replica_sets import ReplicaSet
 from .signatures import NotRecordable
 from .streams import Snapshot, hold_pinned, wait_for
@@ -82,6 +83,8 @@ class Recording:
         self._latest: Optional[Backward] = None
         self._pools: List[Any] = []
         self._outputs: List[Any] = []
+        self._renewals = captures.renewals()
+        self._compiled = source.compiled  # whose kernels are launched
         self._capture(source, rows, named, recorder)
         self.differentiable = [column.differentiable for column in self._columns]
 
@@ -109,6 +112,10 @@ class Recording:
         """The memory that this recording holds on all devices; slow."""
         return sum(whole for whole, _ in self.held_bytes().values())
 
+    def outdated(self) -> bool:
+        """Whether it draws random numbers from a generator's state that is gone."""
+        return self._renewals != captures.renewals()
+
     def busy(self) -> bool:
         owner = self.owner
         return owner is not None and owner() is not None
@@ -127,9 +134,10 @@ class Recording:
             with recorder.aside():
                 self._attempt(source, rows, named, _noting_reads, recorder)
                 self._attempt(source, rows, named, _at_once, recorder)
-                with recorder.rehearsal():
-                    self._attempt(source, rows, named, recorder.record, recorder)
-                self._attempt(source, rows, named, recorder.record, recorder, True)
+                with as_compiled():
+                    with recorder.rehearsal():
+                        self._attempt(source, rows, named, recorder.record, recorder)
+                    self._attempt(source, rows, named, recorder.record, recorder, True)
         finally:
             for buffer, value in zip(buffers, kept):
                 # Not as a write that counts: an earlier forward's backward may be still to come.
@@ -141,7 +149,7 @@ class Recording:
         """All forwards, then all backwards. Nothing of it is left afterwards unless it is kept."""
         tapes = self._tapes
         try:
-            replicas = ReplicaSet(source.tree, source.root, source.devices)
+            replicas = ReplicaSet(source.tree, source.root, source.devices, source.compiled)
             filled = [tape.begin(source, rows[tape.rank], named[tape.rank]) for tape in tapes]
             modules = source.held(
                 lambda: replicas.refresh(source.root, filled, source.plan, self)

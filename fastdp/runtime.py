@@ -10,6 +10,7 @@ from typing import Any, Callable, ContextManager, List, Optional, Sequence, Tupl
 import torch
 from torch import nn
 
+from . import captures
 from .deadlines import Deadline
 from .devices import parse_devices
 from .replicas import Lease, Replicator
@@ -37,6 +38,7 @@ class Runtime:
         weak: bool = False,
     ) -> None:
         self.devices = tuple(devices)
+        self._gpus = distinct(devices)
         self.device_ids: Sequence[Any] = ()  # as the wrapper wrote them
         self.options = options
         self.teams = Teams()
@@ -133,7 +135,15 @@ class Runtime:
 
     def forward(self, steps: Callable[[], Any]) -> Any:
         """Runs the steps of a whole forward: leases that they leave open, by an error or an
-        override of gather, end with it; so copies may be on their way while replicas start."""
+        override of gather, end with it; so copies may be on their way while replicas start.
+
+        Raises RuntimeError where the caller captures a CUDA graph and there are several GPUs: such
+        a capture would break in the middle, and leave streams behind that nobody can use."""
+        if len(self._gpus) > 1 and captures.under_way():
+            raise RuntimeError(
+                f"DataParallel on {len(self._gpus)} GPUs cannot run inside torch.cuda.graph, which "
+                'captures on one: use engine="graph", which records a graph for each replica'
+            )
         leases = self.leases()
         outer = getattr(self._open, "forwards", 0)
         # A forward inside a forward leaves the outer one's alone; what else is there was left by

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from nets import Apply, Net, exact, grads, ints, linear, same
+from nets import Apply, Net, close, exact, grads, ints, linear, same
 from torch import nn
 
 import fastdp
@@ -98,7 +98,7 @@ def test_a_list_of_images_goes_whole_images_to_each(fast):
     want = plain(images, targets)
     dp = fast.wrap(module, 2, split_lists=True, gather_outputs=False)
     got = [one for part in dp(images, targets=targets) for one in part]
-    same(got, want)
+    close(got, want)  # the mean over 20 pixels is rounded by the order of its sum
     sum(one.sum().to(fast.home) for one in got).backward()
     sum(one.sum() for one in want).backward()
     same(grads(module), grads(plain))

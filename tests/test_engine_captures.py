@@ -117,6 +117,79 @@ def test_a_capture_that_fails(means, function):
     fine.ran(eager=AHEAD, graph=2)
 
 
+def dropping(module, x):
+    return nn.functional.dropout(module.lin(three(x)), 0.5, module.training)
+
+
+def test_garbage_with_graphs_in_it(means):
+    """What drops a CUDA graph while another is captured breaks it; the collector could do so at
+    any allocation."""
+
+    def captured():
+        graph, x = torch.cuda.CUDAGraph(), torch.ones(3, device=means.home)
+        with torch.cuda.graph(graph):
+            x.add(1)
+        return graph
+
+    graphs = [captured() for _ in range(100)]
+
+    def litter(module, x):
+        if graphs:
+            cycle = [graphs.pop()]
+            cycle.append(cycle)
+            del cycle
+        return dropping(module, x) + len([[k] for k in range(100)])
+
+    twins = Twins(means, Apply(litter), optimizer=False, sequential=True)
+    before = gc.get_threshold()
+    gc.set_threshold(10, 1, 1)
+    try:
+        for seed in range(AHEAD + 2):
+            for dp in twins.both:
+                torch.manual_seed(seed)
+                dp.zero_grad()
+                squares(dp(rows(means, seed))).backward()
+            twins.check_gradients()
+    finally:
+        gc.set_threshold(*before)
+    twins.ran(eager=AHEAD, graph=2)
+    assert gc.isenabled()
+
+
+def test_a_capture_that_breaks_after_its_rehearsal(means, monkeypatch):
+    """An interrupt may do that. Random numbers go on as eager ones do, and what was recorded
+    earlier, with a generator's state that is gone, is recorded again."""
+    twins = Twins(means, Apply(dropping), optimizer=False, sequential=True)
+    plain = captures.CudaRecorder.record
+
+    def broken(self, device, pool, act):
+        def act_and_break():
+            act()
+            torch.cuda.synchronize(device)
+
+        return plain(self, device, pool, act if self._rehearsing else act_and_break)
+
+    found = []
+    for dp in twins.both:
+        torch.manual_seed(91)
+        outputs = []
+        for seed in range(AHEAD + 2):
+            outputs.append(dp(rows(means, seed)).detach())
+        other = means.wrap(Apply(dropping), "auto", sequential=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(captures.CudaRecorder, "record", broken)
+            for seed in range(SETTLED + 1):
+                outputs.append(other(rows(means, seed)).detach())
+        assert reasons(other) and steps(other)["graph"] == 0
+        for seed in range(2 * AHEAD + 2):
+            outputs.append(dp(rows(means, seed)).detach())
+            outputs.append(torch.rand(3, device=means.home))
+        found.append(outputs)
+    identical(*found)
+    assert steps(twins.recorded)["graph"] >= 4
+    torch.cuda.synchronize()
+
+
 def test_a_capture_that_fails_is_an_error_where_one_insists(means):
     dp = means.wrap(Apply(reads_a_number))
     with pytest.raises(fastdp.EngineError, match="the forward is not recorded: "):

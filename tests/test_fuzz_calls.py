@@ -148,7 +148,10 @@ def test_device_lists(examples):
     worked = 0
 
     @examples
-    @given(devices=st.one_of(DEVICES, ODD, st.lists(st.just("cpu"), max_size=3)), output=ODD)
+    @given(
+        devices=st.one_of(DEVICES, ODD, st.lists(st.just("cpu"), max_size=3)),
+        output=st.one_of(st.none(), ODD),
+    )
     def run(devices, output):
         nonlocal worked
         dp = outcome(lambda: fastdp.DataParallel(nn.Linear(2, 2), devices, output))

@@ -121,6 +121,7 @@ def of_torch(fast):
     """A wrapper that torch made, as if for the devices of `fast`, and its pickle."""
     module = Net().to(fast.home)
     wrapped = nn.DataParallel(module, [0])
+    module.to(fast.home)  # where there are GPUs it was moved to the first
     ids = fast.ids(2)
     wrapped.device_ids = [torch.device(i) for i in ids] if fast.home.type == "cpu" else ids
     wrapped.output_device, wrapped.src_device_obj = wrapped.device_ids[0], fast.home

@@ -144,6 +144,7 @@ def test_fork_with_work_in_flight(place):
         except BaseException as error:
             errors.append(error)
 
+    has_gpu = torch.cuda.is_available()
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
     assert arrived.wait(20)
@@ -152,8 +153,14 @@ def test_fork_with_work_in_flight(place):
     if child == 0:
         signal.alarm(20)
         try:
-            right()
-            right()
+            try:
+                right()
+            except RuntimeError as error:
+                # Where there is a GPU torch itself has no backward in a forked child.
+                assert has_gpu and "Autograd-and-Fork" in str(error), error
+                assert torch.equal(dp(x), dp.module.lin(x))
+            else:
+                right()
         except BaseException as error:
             print("in the child:", type(error).__name__, error, flush=True)
             os._exit(3)

@@ -206,7 +206,8 @@ def test_a_training_script_with_spawned_workers(folder):
         for text in ("nn.DataParallel(", "data_parallel(", "pickle.loads")
         if text in line
     }
-    assert err.splitlines() == [
+    said = [line for line in err.splitlines() if "use of fork() may lead to" not in line]
+    assert [line for line in said if line.strip() != "if os.fork() == 0:"] == [
         "fastdp: nn.DataParallel was replaced in 4 places",
         f"  {train}:{at['nn.DataParallel(']}: DataParallel, 2 replicas",
         f"  {library}:5: DataParallel, 4 replicas",

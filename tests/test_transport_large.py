@@ -62,10 +62,11 @@ def test_broadcast_of_a_bucket(devices):
         hold(devices)
         for made, real in pairs:
             made.copy_(real)
-        rows = comm.broadcast_coalesced(sources, devices[1:], buffer_size=2**30)
+        rows = comm.broadcast_coalesced(sources, devices, buffer_size=2**30)
         for made in sources:
             made.fill_(float("nan"))
-        for row, device in zip(rows, devices[1:]):
+        # The first are the sources themselves.
+        for row, device in zip(rows[1:], devices[1:], strict=True):
             assert all(tensor.device == device for tensor in row)
             assert all(torch.equal(got.cpu(), want) for got, want in zip(row, wanted))
 

@@ -80,7 +80,7 @@ def badpeer(fast, context):
     import cuda_child
 
     child = cuda_child.start("training", [0, 1], FASTDP_TEST_BAD_PEER="0-1")
-    return cuda_child.answer(child)["log"]
+    return "\n".join(cuda_child.answer(child)["log"])
 
 
 def hang(fast, context):

@@ -898,3 +898,23 @@ def test_what_it_costs(capsys):
     with capsys.disabled():
         print(f"\nglobal_state() {best(global_state, 1000):.1f} us")
         print(f"a watch of 151 modules {best(watch, 10):.0f} us")
+
+
+def test_a_listener_that_stops_while_another_starts(monkeypatch):
+    """A destructor may do that, at any allocation: the one that starts hears all the same."""
+    first, second = Listener(), Listener()
+    first.start()
+    tap = listeners._tap
+
+    def tap_in_between(made):
+        tap(made)
+        first.stop()
+
+    first.stop()
+    monkeypatch.setattr(listeners, "_tap", tap_in_between)
+    second.start()
+    try:
+        logging.getLogger("model").warning("heard")
+    finally:
+        second.stop()
+    assert "makes log records: model" in second.heard
