@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "deadline.h"
 #include "device_host.h"
 #include "env.h"
 #include "log.h"
@@ -302,6 +303,7 @@ fdp_status fdp_context_party(fdp_context *context, const char *wanted, fdp_devic
                              fdp_stream *home_stream, const fdp_device_id *others,
                              fdp_stream *const *streams, int32_t other_count, fdp_party *party) {
   char reason[FDP_MESSAGE_BYTES / 2] = "";
+  fdp_deadline_start();
   fdp_status status =
       gather_party(context, home, home_stream, others, streams, other_count, party);
   if (status == FDP_OK) status = choose(context, wanted, party, reason, sizeof reason);

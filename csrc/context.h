@@ -46,8 +46,8 @@ fdp_status fdp_context_adopt(fdp_context *context, fdp_device *device);
  * the first in order of preference; for NULL the one that FASTDP_TRANSPORT asks for if all are
  * GPUs, else the first. FDP_UNSUPPORTED, with what is missing, when the one asked for does not join
  * them. A pair of GPUs that was never joined before is looked at first (peer_check.h), which takes
- * a moment. `streams` may be NULL, or hold NULL: the device's default stream. other_count is 1 to
- * FDP_MAX_REPLICAS (checked by the verb). */
+ * a moment. The time of a deadline (deadline.h) begins. `streams` may be NULL, or hold NULL: the
+ * device's default stream. other_count is 1 to FDP_MAX_REPLICAS (checked by the verb). */
 fdp_status fdp_context_party(fdp_context *context, const char *wanted, fdp_device_id home,
                              fdp_stream *home_stream, const fdp_device_id *others,
                              fdp_stream *const *streams, int32_t other_count, fdp_party *party);

@@ -101,12 +101,13 @@ void sim_close(sim *world) {
 void sim_run(sim *world) {
   for (int32_t s = 0; s < world->stream_count; ++s) {
     fdp_stream *stream = &world->streams[s];
-    while (stream->first >= 0) sim_run_until(world, stream->last);
+    if (stream->first >= 0 && !sim_run_until(world, stream->last)) continue;
     sim_clock_merge(&world->threads[world->thread], &stream->clock);
   }
 }
 
 void sim_retire(sim *world) {
+  assert(!world->stalled);
   sim_run(world);
   sim_clock *all = &world->threads[world->thread];
   for (int32_t t = 0; t < SIM_MAX_THREADS; ++t) sim_clock_merge(all, &world->threads[t]);
@@ -241,5 +242,15 @@ void sim_fail_call(sim *world, int64_t nth) {
 int64_t sim_call_count(const sim *world) { return world->call_count; }
 
 bool sim_call_failed(const sim *world) { return world->has_failed; }
+
+void sim_stall_call(sim *world, int64_t nth) {
+  world->stalling_call = nth > 0 ? world->call_count + nth : 0;
+}
+
+void sim_resume(sim *world) { world->stalling_call = world->stalled = 0; }
+
+bool sim_is_stalled(const sim *world) { return world->stalled != 0; }
+
+int64_t sim_lost_ms(const sim *world) { return world->lost_ms[world->thread]; }
 
 void sim_spare(sim *world, bool is_on) { world->spared += is_on ? 1 : -1; }

@@ -65,6 +65,15 @@ void sim_fail_call(sim *world, int64_t nth);
 /* Calls that can fail, so far. Not those made while spared. */
 int64_t sim_call_count(const sim *world);
 bool sim_call_failed(const sim *world);
+/* The GPU that makes the n-th call from now (or the next one after it that is a GPU's) finishes
+ * nothing from then on: neither what that call enqueues, nor what was enqueued before and has not
+ * run, nor what waits for that. Host waits for it end at their deadlines, at once. 0: none. */
+void sim_stall_call(sim *world, int64_t nth);
+/* The stalled GPU goes on. */
+void sim_resume(sim *world);
+bool sim_is_stalled(const sim *world);
+/* How long the calling thread waited in vain, by the deadlines that it gave. */
+int64_t sim_lost_ms(const sim *world);
 /* What is called meanwhile does not fail, and no other host thread comes between. */
 void sim_spare(sim *world, bool is_on);
 
@@ -80,9 +89,10 @@ void sim_fill_device(fdp_device *device);
 /* Devices that are not closed yet, and blocks of pinned memory that were not dropped. */
 int32_t sim_open_count(const sim *world);
 
-/* Runs all that is enqueued; the calling thread has seen it to be over. */
+/* Runs all that is enqueued and not stalled; the calling thread has seen it to be over. */
 void sim_run(sim *world);
-/* The same, for every thread; and forgets it, so that a world may go on for ever. */
+/* The same, for every thread; and forgets it, so that a world may go on for ever. Nothing is
+ * stalled. */
 void sim_retire(sim *world);
 
 /* What was wrong so far, and the text of the first. "@0x..." in it is an address of code. */

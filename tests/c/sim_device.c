@@ -14,7 +14,13 @@ static fdp_status arrive(fdp_device *device, const char *call) {
   sim *world = backend_of(device)->world;
   if (world->spared > 0) return FDP_OK;
   if (world->yield) world->yield(world);
-  if (++world->call_count != world->failing_call) return FDP_OK;
+  ++world->call_count;
+  if (world->stalling_call > 0 && world->call_count >= world->stalling_call && !is_host(device)) {
+    world->stalling_call = 0;
+    world->stalled = backend_of(device)->index + 1;
+    sim_trace(world, 's', world->call_count, world->stalled, 0);
+  }
+  if (world->call_count != world->failing_call) return FDP_OK;
   world->has_failed = true;
   sim_trace(world, 'f', world->call_count, 0, 0);
   return fdp_fail(FDP_DEVICE_ERROR, "sim: call %lld, %s, was told to fail",
@@ -250,8 +256,11 @@ static fdp_status stream_open(fdp_device *device, fdp_stream **stream) {
 /* The calling thread waits for what is enqueued. The next stream to be opened is this one. */
 static void stream_close(fdp_device *device, fdp_stream *stream) {
   sim *world = backend_of(device)->world;
-  if (stream->first >= 0) sim_run_until(world, stream->last);
-  sim_clock_merge(&world->threads[world->thread], &stream->clock);
+  if (stream->first < 0 || sim_run_until(world, stream->last)) {
+    sim_clock_merge(&world->threads[world->thread], &stream->clock);
+  } else {
+    sim_report(world, "a stream of a device that never finishes was closed");
+  }
   if (stream->device) backend_of(device)->open_streams -= 1;
   stream->is_closed = true;
 }
@@ -320,11 +329,14 @@ static fdp_status event_query(fdp_device *device, fdp_event *event, bool *passed
 static fdp_status event_synchronize(fdp_device *device, fdp_event *event, int64_t timeout_ms,
                                     const volatile int *abort_flag) {
   sim *world = backend_of(device)->world;
-  (void)timeout_ms;
   (void)abort_flag;
   fdp_status status = arrive(device, "event_synchronize");
   if (status != FDP_OK) return status;
-  if (event->record >= 0) sim_run_until(world, event->record);
+  if (event->record >= 0 && !sim_run_until(world, event->record)) {
+    world->lost_ms[world->thread] += timeout_ms;
+    return fdp_fail(FDP_TIMED_OUT, "sim: device %d: event_synchronize: not done within %lld ms",
+                    backend_of(device)->index, (long long)timeout_ms);
+  }
   see(world, event);
   return FDP_OK;
 }

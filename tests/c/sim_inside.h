@@ -145,6 +145,9 @@ struct sim {
   int64_t call_count;
   int64_t failing_call; /* 0: none */
   bool has_failed;
+  int64_t stalling_call; /* 0: none */
+  int32_t stalled; /* device + 1; 0: none */
+  int64_t lost_ms[SIM_MAX_THREADS];
   int32_t spared;
   void (*yield)(sim *world); /* lets another host thread run; NULL where there are none */
   int32_t race_count;
@@ -174,8 +177,8 @@ void *sim_grow(void *array, size_t item_bytes, int64_t count, int64_t *capacity)
 uint64_t sim_random(sim *world);
 bool sim_is_ready(sim *world, const fdp_stream *stream);
 void sim_progress(sim *world);
-/* Until that operation has run. */
-void sim_run_until(sim *world, int64_t operation);
+/* Until that operation has run; false if a stalled device is in its way. */
+bool sim_run_until(sim *world, int64_t operation);
 
 /* sim_memory.c */
 void *sim_memory_take(sim *world, int32_t arena, int64_t size_bytes);

@@ -30,6 +30,7 @@ void sim_set_policy(sim *world, sim_policy policy, uint64_t seed) {
 bool sim_is_ready(sim *world, const fdp_stream *stream) {
   if (stream->first < 0) return false;
   const sim_operation *operation = sim_operation_at(world, stream->first);
+  if (operation->device >= 0 && operation->device + 1 == world->stalled) return false;
   return operation->kind != SIM_WAIT || sim_has_run(world, operation->record);
 }
 
@@ -75,12 +76,14 @@ void sim_progress(sim *world) {
   }
 }
 
-void sim_run_until(sim *world, int64_t operation) {
+bool sim_run_until(sim *world, int64_t operation) {
   while (!sim_has_run(world, operation)) {
     bool is_patient = world->policy == SIM_RANDOM || world->policy == SIM_PRIORITY;
     fdp_stream *stream = is_patient ? pick(world, NULL) : NULL;
     if (!stream) stream = pick(world, sim_operation_at(world, operation));
+    if (!stream && world->stalled) return false;
     assert(stream); /* records come before their waits */
     sim_run_first(world, stream);
   }
+  return true;
 }

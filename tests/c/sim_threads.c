@@ -7,6 +7,7 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include "../../csrc/deadline.h"
 #include "sim_inside.h"
 
 #define STACK_BYTES (256 << 10)
@@ -52,10 +53,15 @@ static bool is_here(void) {
 /* The buffer of the system thread: fdp_last_message points to it. */
 static char *message_buffer(void) { return (char *)(uintptr_t)fdp_last_message(); }
 
+/* What is the thread's own in the core. */
 static void switch_out(coroutine *own) {
   snprintf(own->message, sizeof own->message, "%s", fdp_last_message());
+  bool is_past = fdp_deadline_or(1) == 0;
+  int64_t timeout_ms = fdp_deadline_exchange(0);
   swapcontext(&own->context, &all.scheduler);
   snprintf(message_buffer(), FDP_MESSAGE_BYTES, "%s", own->message);
+  fdp_deadline_exchange(timeout_ms);
+  if (is_past) fdp_deadline_pass();
 }
 
 void sim_yield(sim *world) {

@@ -4,12 +4,13 @@
  * exit status is 0 if nothing was wrong; else what was is printed, with the line that repeats it.
  *
  *   simulate [--seed N] [--worlds N] [--schedules N] [--seconds N] [--twice N]
- *            [--sweep [--every N]] [--trace FILE] [--brief]
+ *            [--sweep [--stall] [--every N]] [--trace FILE] [--brief]
  *
  * --seed: of the first world; --worlds, --schedules, --seconds: when to stop, whichever is first,
  * or SIGTERM;
  * --twice: every N-th world runs a second time and must leave the same trace; --sweep: worlds of
- * one round, once for each call of a device (each N-th), which fails; --trace: what was enqueued
+ * one round, once for each call of a device (each N-th), which fails; --stall: from which on, instead,
+ * the device never finishes anything until the round is over; --trace: what was enqueued
  * and run, as text; --brief: no stacks. */
 #include <signal.h>
 #include <stdio.h>
@@ -31,6 +32,7 @@ typedef struct options {
   int64_t twice;
   int64_t every;
   bool sweeps;
+  bool stalls;
   bool is_brief;
   const char *trace;
 } options;
@@ -60,15 +62,15 @@ static void print_report(const char *report) {
   fputc('\n', stderr);
 }
 
-static void print_replay(uint64_t seed, bool sweeps) {
+static void print_replay(uint64_t seed, const char *rest) {
   fprintf(stderr, "replay: %s --seed %llu --worlds 1%s\n", program, (unsigned long long)seed,
-          sweeps ? " --sweep" : "");
+          rest);
 }
 
 /* An assertion of the core, a deadlock, a world without an end (SIGVTALRM), or worse. */
 static void on_signal(int number) {
   fprintf(stderr, "seed %llu: signal %d\n", (unsigned long long)world_seed(), number);
-  print_replay(world_seed(), false);
+  print_replay(world_seed(), "");
   _exit(3);
 }
 
@@ -82,12 +84,15 @@ static bool is_wrong(const options *chosen, uint64_t seed, const world_outcome *
   if (!*result->report) return false;
   world_totals ignored = {0};
   fprintf(stderr, "seed %llu", (unsigned long long)seed);
-  if (failing_call > 0) fprintf(stderr, ", call %lld fails", (long long)failing_call);
+  if (failing_call > 0) {
+    fprintf(stderr, ", call %lld %s", (long long)failing_call,
+            chosen->stalls ? "never finishes" : "fails");
+  }
   fputs(": ", stderr);
   print_report(result->report);
-  print_replay(seed, chosen->sweeps);
+  print_replay(seed, !chosen->sweeps ? "" : chosen->stalls ? " --sweep --stall" : " --sweep");
   if (chosen->is_brief) return true;
-  world_outcome again = world_play(seed, true, NULL, failing_call, &ignored);
+  world_outcome again = world_play(seed, true, NULL, failing_call, chosen->stalls, &ignored);
   print_report(again.report);
   return true;
 }
@@ -95,10 +100,10 @@ static bool is_wrong(const options *chosen, uint64_t seed, const world_outcome *
 /* --- runs --- */
 
 static bool sweep(const options *chosen, uint64_t seed, world_totals *sums) {
-  world_outcome clean = world_play(seed, false, NULL, -1, sums);
+  world_outcome clean = world_play(seed, false, NULL, -1, chosen->stalls, sums);
   if (is_wrong(chosen, seed, &clean, -1)) return false;
   for (int64_t call = clean.first_call; call <= clean.call_count; call += chosen->every) {
-    world_outcome result = world_play(seed, false, NULL, call, sums);
+    world_outcome result = world_play(seed, false, NULL, call, chosen->stalls, sums);
     if (is_wrong(chosen, seed, &result, call)) return false;
     sums->sweeps += 1;
   }
@@ -114,13 +119,13 @@ static bool play_world(const options *chosen, uint64_t seed, FILE *trace, world_
   if (!chosen->sweeps) set_deadline();
   sums->worlds += 1;
   if (chosen->sweeps) return sweep(chosen, seed, sums);
-  world_outcome result = world_play(seed, false, trace, 0, sums);
+  world_outcome result = world_play(seed, false, trace, 0, false, sums);
   if (is_wrong(chosen, seed, &result, 0)) return false;
   if (chosen->twice == 0 || sums->worlds % chosen->twice != 0) return true;
-  world_outcome again = world_play(seed, false, NULL, 0, sums);
+  world_outcome again = world_play(seed, false, NULL, 0, false, sums);
   if (again.trace_hash == result.trace_hash) return true;
   fprintf(stderr, "seed %llu: two runs left different traces\n", (unsigned long long)seed);
-  print_replay(seed, false);
+  print_replay(seed, "");
   return false;
 }
 
@@ -134,6 +139,7 @@ static int read_options(int argument_count, char **arguments, options *chosen) {
   for (int i = 1; i < argument_count; ++i) {
     const char *name = arguments[i];
     if (strcmp(name, "--sweep") == 0) { chosen->sweeps = true; continue; }
+    if (strcmp(name, "--stall") == 0) { chosen->sweeps = chosen->stalls = true; continue; }
     if (strcmp(name, "--brief") == 0) { chosen->is_brief = true; continue; }
     const char *value = i + 1 < argument_count ? arguments[++i] : "";
     long long number = atoll(value);
@@ -183,7 +189,12 @@ int main(int argument_count, char **arguments) {
          (unsigned long long)chosen.seed,
          (unsigned long long)chosen.seed + (unsigned long long)sums.worlds - 1, seconds,
          (double)sums.schedules / seconds, is_right ? "nothing was wrong" : "WRONG");
-  if (chosen.sweeps) printf("%lld calls were made to fail, one a run\n", (long long)sums.sweeps);
+  if (chosen.stalls) {
+    printf("%lld times a device never finished from a call on; %lld steps were late\n",
+           (long long)sums.sweeps, (long long)sums.late);
+  } else if (chosen.sweeps) {
+    printf("%lld calls were made to fail, one a run\n", (long long)sums.sweeps);
+  }
   for (int32_t i = 0; i < SIM_POLICY_COUNT && !chosen.is_brief; ++i) {
     printf("  %s: %lld\n", sim_policy_name((sim_policy)i), (long long)sums.policies[i]);
   }

@@ -14,9 +14,11 @@ enum {
   MAX_BUCKETS = 4,
   MAX_SLOTS = 4,
   MAX_CALLERS = 2,
+  MAX_STEPS = 3, /* of a caller in a round */
   MAX_ELEMS = 40, /* of a parameter */
   MAX_ROWS = 3 * MAX_REPLICAS,
-  STREAMS_EACH = 2 /* of a kind, on one device */
+  STREAMS_EACH = 2, /* of a kind, on one device */
+  DEADLINE_MS = 5000
 };
 
 typedef struct run run;
@@ -62,6 +64,9 @@ typedef struct caller {
   home_place output;
   model_bucket buckets[MAX_BUCKETS];
   int32_t bucket_count;
+  struct step *late[MAX_STEPS]; /* a device that never finishes may have their memory */
+  int32_t late_count;
+  int64_t lost_ms; /* in vain, until the last verb ended */
 } caller;
 
 /* Memory that lasts until all that is enqueued has run. */
@@ -80,6 +85,8 @@ struct run {
   bool is_refused; /* nothing more can be done in this world */
   int64_t armed_count; /* failures that were asked for */
   int64_t failure_count;
+  bool stalls; /* steps have a deadline, as a wrapper's timeout_s is one */
+  int64_t late_steps; /* those that the deadline ended */
   user_block *blocks;
   kept *kept;
   caller callers[MAX_CALLERS];
@@ -121,5 +128,7 @@ int64_t heap_live_count(void);
 
 /* simulate_step.c */
 void caller_train(void *argument);
+/* No device is stalled any more, and all has run. */
+void caller_free_late(caller *own);
 
 #endif

@@ -41,12 +41,14 @@ flags:
 short: $(BUILD)/simulate
 	$(BUILD)/simulate --schedules 20000 --twice 10
 	$(BUILD)/simulate --sweep --every 10 --worlds 10 --seed 2000 --brief
+	$(BUILD)/simulate --stall --every 25 --worlds 10 --seed 3000 --brief
 	$(BUILD)/simulate --worlds 3 --brief --trace $(BUILD)/trace-1 > $(BUILD)/trace.log
 	$(BUILD)/simulate --worlds 3 --brief --trace $(BUILD)/trace-2 > $(BUILD)/trace.log
 	cmp $(BUILD)/trace-1 $(BUILD)/trace-2
 long: $(BUILD)/simulate
 	$(BUILD)/simulate --schedules $(SCHEDULES) --seed $(SEED) --twice 100
 	$(BUILD)/simulate --sweep --worlds 100 --seed $(SEED) --brief
+	$(BUILD)/simulate --stall --worlds 100 --seed $(SEED) --brief
 
 -include $(OBJECTS:.o=.d)
 .PHONY: flags short long

@@ -84,7 +84,7 @@ static void open_bucket(caller *own, model_bucket *bucket) {
 void model_open(caller *own) {
   sim *world = own->run->world;
   place(own);
-  own->step_count = 1 + (int32_t)sim_choose(world, 3);
+  own->step_count = 1 + (int32_t)sim_choose(world, MAX_STEPS);
   own->bucket_count = 1 + (int32_t)sim_choose(world, MAX_BUCKETS);
   own->input = sim_choose(world, 2) == 0 ? ON_DEVICE : (home_place)sim_choose(world, 3);
   own->output = sim_choose(world, 2) == 0 ? ON_DEVICE : (home_place)sim_choose(world, 3);

@@ -2,6 +2,7 @@
  * communication streams, read by the forward where a bucket has arrived, gradients are summed
  * bucket by bucket while the backward goes on, and the optimizer writes the parameters. */
 #include "../../csrc/broadcast.h"
+#include "../../csrc/deadline.h"
 #include "../../csrc/gather.h"
 #include "../../csrc/reduce.h"
 #include "../../csrc/scatter.h"
@@ -13,11 +14,24 @@ static fdp_stream *home_compute(const caller *own) { return own->compute[MAX_REP
 
 static fdp_stream *home_beside(const caller *own) { return own->beside[MAX_REPLICAS]; }
 
+/* No call waits longer than one deadline, however many devices it waits for. */
+static void check_deadline(caller *own, const char *verb) {
+  run *in = own->run;
+  int64_t lost_ms = sim_lost_ms(in->world) - own->lost_ms;
+  if (lost_ms > DEADLINE_MS) {
+    sim_report(in->world, "%s waited %lld ms for a device that never finishes", verb,
+               (long long)lost_ms);
+  }
+  own->lost_ms = sim_lost_ms(in->world);
+}
+
 /* Whether the step goes on. A failure is one that was asked for. */
 static bool works(caller *own, fdp_status status, const char *verb) {
   run *in = own->run;
+  check_deadline(own, verb);
   if (status == FDP_OK) return true;
   if (!*fdp_last_message()) sim_report(in->world, "%s failed without a message", verb);
+  if (status == FDP_TIMED_OUT && sim_is_stalled(in->world)) return false;
   if (status == FDP_UNSUPPORTED && in->has_nccl && in->armed_count > 0) {
     in->is_refused = true; /* what broke while communicators were made is not tried again */
     return false;
@@ -280,6 +294,23 @@ static bool reduce_loss(caller *own, step *now) {
   return true;
 }
 
+/* The watchdog: what the step enqueued is over, or the step is an error. */
+static bool is_in_time(caller *own) {
+  run *in = own->run;
+  fdp_status status = FDP_OK;
+  for (int32_t r = 0; r <= own->replica_count && status == FDP_OK && in->stalls; ++r) {
+    bool is_home = r == own->replica_count;
+    int32_t device = is_home ? 0 : own->devices[r];
+    fdp_device *on = in->devices[device];
+    fdp_event *event = run_event(in, device, is_home ? home_compute(own) : own->compute[r]);
+    sim_spare(in->world, true);
+    status = on->ops->event_synchronize(on, event, DEADLINE_MS, NULL);
+    sim_spare(in->world, false);
+    run_event_close(in, device, event);
+  }
+  return works(own, status, "the watchdog");
+}
+
 static void optimize(caller *own, step *now) {
   run *in = own->run;
   sim_note(in->world, "optimizer", 0);
@@ -310,7 +341,7 @@ static bool step_run(caller *own, step *now) {
   if (!replicate(own, now) || !scatter_input(own, now) || !broadcast_buffer(own, now)) return false;
   forward(own, now);
   if (!gather_output(own, now) || !scatter_gradient(own, now) || !backward(own, now)) return false;
-  if (!reduce_loss(own, now)) return false;
+  if (!reduce_loss(own, now) || !is_in_time(own)) return false;
   optimize(own, now);
   return true;
 }
@@ -322,25 +353,39 @@ static bool spans_devices(const caller *own) {
   return false;
 }
 
+void caller_free_late(caller *own) {
+  while (own->late_count > 0) step_free(own, own->late[--own->late_count]);
+}
+
 void caller_train(void *argument) {
   caller *own = argument;
   run *in = own->run;
+  fdp_deadline_exchange(in->stalls ? DEADLINE_MS : 0);
+  own->lost_ms = sim_lost_ms(in->world);
   for (int32_t i = 0; i < own->step_count && !in->is_refused; ++i) {
     step *now = run_keep(in, sizeof *now);
     step_plan(own, now);
+    bool is_late = false;
     if (step_run(own, now)) {
       in->done_steps += 1;
       in->several_steps += spans_devices(own);
     } else {
       in->failed_steps += 1;
+      is_late = sim_is_stalled(in->world);
+      in->late_steps += is_late;
       /* Others use the scratch of the failed call before its caller has waited for anything. */
       for (uint64_t k = sim_choose(in->world, 64); k > 0; --k) sim_yield(in->world);
       sim_run(in->world);
     }
-    step_free(own, now);
+    if (is_late) {
+      own->late[own->late_count++] = now;
+    } else {
+      step_free(own, now);
+    }
     if (sim_choose(in->world, 4) == 0) { /* as when memory is short */
       fdp_device *device = in->devices[sim_choose(in->world, (uint64_t)in->device_count)];
       fdp_pool_trim(fdp_context_pool(in->context, device));
     }
   }
+  fdp_deadline_exchange(0);
 }

@@ -79,6 +79,19 @@ static void warm_up(run *own, bool takes_all) {
                                  sizeof reason));
 }
 
+/* The check of a pair and NCCL's connections have deadlines of their own, and what they find out
+ * stays. */
+static void warm_up_pairs(run *own) {
+  const char *name = NULL;
+  char reason[200];
+  for (int32_t a = 0; a < own->device_count; ++a) {
+    for (int32_t b = 0; b < own->device_count; ++b) {
+      CHECK_OK(fdp_context_transport(own->context, NULL, own->devices[a]->id, &own->devices[b]->id,
+                                     1, &name, reason, sizeof reason));
+    }
+  }
+}
+
 static void try_context(void) {
   fdp_context *context = NULL;
   setenv("FASTDP_TEST_BAD_PEER", "nobody", 1);
@@ -95,9 +108,9 @@ static void try_device(run *own) {
   sim_fail_call(own->world, 0);
 }
 
-static void run_open(run *own, uint64_t seed, bool explains, FILE *trace) {
+static void run_open(run *own, uint64_t seed, bool explains, bool stalls, FILE *trace) {
   bool forbids = false;
-  *own = (run){.seed = seed, .world = sim_open(seed)};
+  *own = (run){.seed = seed, .world = sim_open(seed), .stalls = stalls};
   sim *world = current = own->world;
   if (explains) sim_explain(world);
   sim_trace_to(world, trace);
@@ -115,6 +128,7 @@ static void run_open(run *own, uint64_t seed, bool explains, FILE *trace) {
   if (forbids && own->device_count > 1) sim_forbid_peer(own->devices[0], own->devices[1]);
   for (uint64_t i = sim_choose(world, 3); i > 0 && own->has_nccl; --i) warm_up(own, false);
   if (!own->has_nccl || sim_choose(world, 2) == 0) warm_up(own, true);
+  if (stalls) warm_up_pairs(own);
   bool fills = sim_choose(world, 2) == 0;
   for (int32_t d = 0; d < own->device_count && fills; ++d) {
     CHECK_OK(fdp_pool_debug_fill(fdp_context_pool(own->context, own->devices[d])));
@@ -193,10 +207,12 @@ static void play_round(run *own, bool arms, world_totals *sums) {
   int64_t before = own->done_steps + own->failed_steps;
   if (arms) arm(own);
   sim_threads_run(world, caller_train, arguments, own->caller_count);
+  sim_resume(world);
   if (arms) sim_fail_call(world, 0);
   fake_nccl_get()->fail("none", 0, 0);
   sim_retire(world);
   for (int32_t i = 0; i < own->caller_count; ++i) {
+    caller_free_late(&own->callers[i]);
     model_check(&own->callers[i]);
     model_close(&own->callers[i]);
   }
@@ -205,16 +221,18 @@ static void play_round(run *own, bool arms, world_totals *sums) {
 }
 
 world_outcome world_play(uint64_t seed, bool explains, FILE *trace, int64_t failing_call,
-                         world_totals *sums) {
+                         bool stalls, world_totals *sums) {
   static run own;
   world_outcome result = {.report = ""};
   int64_t before = heap_live_count();
   current_seed = seed;
   fake_nccl_get()->set_watch(watch_groups);
-  run_open(&own, seed, explains, trace);
+  run_open(&own, seed, explains, stalls, trace);
   result.first_call = sim_call_count(own.world) + 1;
   int32_t rounds = failing_call == 0 ? ROUNDS : failing_call < 0 ? 1 : 2;
-  if (failing_call > 0) {
+  if (failing_call > 0 && stalls) {
+    sim_stall_call(own.world, failing_call - sim_call_count(own.world));
+  } else if (failing_call > 0) {
     own.armed_count = 1;
     sim_fail_call(own.world, failing_call - sim_call_count(own.world));
   }
@@ -230,6 +248,7 @@ world_outcome world_play(uint64_t seed, bool explains, FILE *trace, int64_t fail
   sums->schedules += own.done_steps + own.failed_steps;
   sums->several += own.several_steps;
   sums->failures += own.failure_count;
+  sums->late += own.late_steps;
   sim_close(own.world);
   current = NULL;
   if (!*result.report && heap_live_count() != before) {

@@ -3,8 +3,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "../../csrc/counters.h"
+#include "../../csrc/deadline.h"
 #include "../../csrc/dtype.h"
 #include "../../csrc/env.h"
 #include "../../csrc/fault.h"
@@ -193,7 +195,35 @@ static void test_dtype(void) {
   check_case("%s", "");
 }
 
+static void *read_deadline(void *left_ms) {
+  *(int64_t *)left_ms = fdp_deadline_or(3);
+  return NULL;
+}
+
+static void test_deadline(void) {
+  pthread_t other;
+  int64_t left_ms = 0;
+  fdp_deadline_pass(); /* of no deadline */
+  CHECK_EQUAL(fdp_deadline_or(7), 7);
+  CHECK_EQUAL(fdp_deadline_exchange(60000), 0);
+  fdp_deadline_start();
+  CHECK(fdp_deadline_or(7) > 50000 && fdp_deadline_or(7) <= 60000);
+  CHECK_EQUAL(pthread_create(&other, NULL, read_deadline, &left_ms), 0);
+  pthread_join(other, NULL);
+  CHECK_EQUAL(left_ms, 3); /* each thread has its own */
+  fdp_deadline_pass();
+  CHECK_EQUAL(fdp_deadline_or(7), 0);
+  fdp_deadline_start();
+  CHECK(fdp_deadline_or(7) > 50000);
+  CHECK_EQUAL(fdp_deadline_exchange(1), 60000);
+  nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+  CHECK_EQUAL(fdp_deadline_or(7), 0);
+  CHECK_EQUAL(fdp_deadline_exchange(0), 1);
+  CHECK_EQUAL(fdp_deadline_or(7), 7);
+}
+
 void test_base(void) {
+  test_deadline();
   test_status();
   test_log();
   test_env();

@@ -214,6 +214,46 @@ static void test_faults(void) {
   scene_close(&made, false, "");
 }
 
+static bool has_passed(const scene *made, int32_t d, fdp_event *event) {
+  bool passed = false;
+  CHECK_OK(ops_of(made)->event_query(made->devices[d], event, &passed));
+  return passed;
+}
+
+/* A device that never finishes, or does after a while; whoever waits for it does not either. */
+static void test_stall(sim_policy policy, bool stalls) {
+  scene made = scene_open(policy);
+  fdp_event *events[2] = {NULL, NULL};
+  let_in(&made);
+  for (int32_t d = 0; d < 2; ++d) CHECK_OK(ops_of(&made)->event_open(made.devices[d], &events[d]));
+  sim_stall_call(made.world, stalls ? 1 : 0);
+  CHECK_OK(copy_by(&made, 0, 16, 0, 8));
+  CHECK_EQUAL(sim_is_stalled(made.world), stalls);
+  CHECK_OK(ops_of(&made)->event_record(made.devices[1], events[1], made.streams[1]));
+  CHECK_OK(ops_of(&made)->event_synchronize(made.devices[1], events[1], 70, NULL));
+  order(&made, 0, 1);
+  CHECK_OK(copy_by(&made, 1, 32, 16, 8));
+  for (int32_t d = 0; d < 2; ++d) {
+    CHECK_OK(ops_of(&made)->event_record(made.devices[d], events[d], made.streams[d]));
+  }
+  if (stalls) {
+    sim_run(made.world);
+    for (int32_t d = 0; d < 2; ++d) CHECK(!has_passed(&made, d, events[d]));
+    CHECK_FAILS(ops_of(&made)->event_synchronize(made.devices[1], events[1], 70, NULL),
+                FDP_TIMED_OUT, "sim: device 1: event_synchronize: not done within 70 ms");
+    CHECK_EQUAL(sim_lost_ms(made.world), 70);
+    sim_resume(made.world);
+  }
+  CHECK_EQUAL(sim_is_stalled(made.world), false);
+  for (int32_t d = 0; d < 2; ++d) {
+    CHECK_OK(ops_of(&made)->event_synchronize(made.devices[d], events[d], 70, NULL));
+    CHECK(has_passed(&made, d, events[d]));
+    ops_of(&made)->event_close(made.devices[d], events[d]);
+  }
+  CHECK_EQUAL(sim_lost_ms(made.world), stalls ? 70 : 0);
+  scene_close(&made, false, "");
+}
+
 void test_sim(void) {
   for (int32_t i = 0; i < SIM_POLICY_COUNT; ++i) {
     sim_policy policy = (sim_policy)i;
@@ -224,6 +264,8 @@ void test_sim(void) {
       test_drop(policy, has_wait);
     }
     test_no_conflict(policy);
+    test_stall(policy, false);
+    test_stall(policy, true);
     test_record(policy);
     test_seeds(policy);
   }
