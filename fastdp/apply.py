@@ -9,6 +9,7 @@ from torch import nn
 
 from .cuts import find_tensors
 from .devices import parse_device
+from .readiness import NOT_READY, NotReady, only_ready
 from .workers import Teams, run_jobs
 
 __all__ = ["parallel_apply"]
@@ -82,14 +83,20 @@ def apply_modules(
         _Call(module, given if isinstance(given, (list, tuple)) else (given,), named, device)
         for module, given, named, device in zip(modules, inputs, kwargs, devices)
     ]
-    return run_jobs(teams, runs, devices, sequential)
+    side_by_side = len(runs) > 1 and not sequential
+    for run in runs:
+        run.only_ready = side_by_side and run.is_compiled()
+    results = run_jobs(teams, runs, devices, sequential)
+    if not any(result is NOT_READY for result in results):
+        return results
+    return run_jobs(teams, [run.again(out) for run, out in zip(runs, results)], devices, True)
 
 
 class _Call:
     """One replica's forward, on its device and on the stream that is current there for the
     caller."""
 
-    __slots__ = ("module", "inputs", "kwargs", "stream")
+    __slots__ = ("module", "inputs", "kwargs", "stream", "only_ready")
 
     def __init__(
         self, module: nn.Module, inputs: Any, kwargs: Dict[str, Any], device: torch.device
@@ -99,8 +106,26 @@ class _Call:
         self.kwargs = kwargs
         on_gpu = device.type == "cuda"
         self.stream = torch.cuda.current_stream(device) if on_gpu else None
+        self.only_ready = False  # where it would have to be compiled first, it is not run
+
+    def is_compiled(self) -> bool:
+        return getattr(self.module, "_compiled_call_impl", None) is not None
+
+    def again(self, output: Any) -> Any:
+        """What gives this output, or, if it was not ready, runs it: alone, and compiled first."""
+        self.only_ready = False
+        return self if output is NOT_READY else lambda: output
 
     def __call__(self) -> Any:
+        if not self.only_ready:
+            return self._run()
+        try:
+            with only_ready():
+                return self._run()
+        except NotReady:
+            return NOT_READY
+
+    def _run(self) -> Any:
         if self.stream is None:
             return self.module(*self.inputs, **self.kwargs)
         with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):

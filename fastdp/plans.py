@@ -122,6 +122,7 @@ class Source(NamedTuple):
     held: Callable[[Callable[[], Any]], Any]  # runs an act with the tree held
     grad: bool  # whether gradients may be asked for
     dim: int
+    compiled: Any = None  # what compiles the replicas
 
 
 def check_tensors(root: nn.Module) -> None:

@@ -16,10 +16,15 @@ from .streams import Communication
 
 class ReplicaSet:
     """One replica per rank of one tree, grown as more ranks are used. Its methods want the tree
-    held (`_C.Tree.hold`); it keeps no module of the base alive."""
+    held (`_C.Tree.hold`); it keeps no module of the base alive. With `compiled` the replicas' calls
+    are compiled ones, which wait themselves for what they read."""
 
-    def __init__(self, tree: Any, root: nn.Module, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, tree: Any, root: nn.Module, devices: Sequence[torch.device], compiled: Any = None
+    ) -> None:
         self.tree = tree
+        self.compiled = compiled
+        self._calls: List[Any] = []
         # On one device there is nothing to wait for. Elsewhere replica 0 waits too, though its
         # tensors are the base's own: what it writes in place must have been read before.
         apart = len(set(devices)) > 1
@@ -43,7 +48,11 @@ class ReplicaSet:
         """Fills the first len(rows) replicas and gives their root modules."""
         while len(self._replicas) < len(rows):
             gate = self._gates[len(self._replicas)]
-            modules = tuple(_blank_replica(module, gate) for module in root.modules())
+            waits = gate if self.compiled is None else None
+            modules = tuple(_blank_replica(module, waits) for module in root.modules())
+            if self.compiled is not None:
+                device = self._devices[len(self._replicas)]
+                self._calls.append(self.compiled.replica(modules[0], device, gate))
             self._replicas.append(_C.Replica(self.tree, modules))
             self._plan = None
         if plan is not self._plan:
@@ -56,6 +65,8 @@ class ReplicaSet:
                 self._gates[rank].close(communication.arrived(self._devices[rank]))
             for m, repair in self._repairs:
                 repair(replica.modules[m])
+            if self._calls:
+                replica.modules[0].__dict__["_compiled_call_impl"] = self._calls[rank]
         for replica in self._replicas:
             replica.settle()
         return [replica.modules[0] for replica in used]
@@ -63,7 +74,9 @@ class ReplicaSet:
     def _tell_buckets(self, plan: Plan) -> None:
         """Each dictionary that waits learns what for."""
         self._plan = plan
-        if self._gates[0] is None:
+        for call in self._calls:
+            call.plan = plan
+        if self._gates[0] is None or self._calls:
             return
         for m, (parameters, buffers) in enumerate(self.tree.entries()):
             shifted = [plan.parameter_count + index for index in buffers if index >= 0]

@@ -10,6 +10,7 @@ from . import signatures
 from .buckets import Bucket
 from .graph_step import behind_boundary
 from .plans import Source
+from .readiness import uncompiled
 from .reads import Reads
 from .signatures import NotRecordable
 
@@ -123,7 +124,7 @@ class Tape:
     def forward_noting_reads(self) -> None:
         """As `forward`, for a warm-up: what it reads of others is kept alive from now on."""
         known = [*self.inputs, *self.module.parameters(), *self.module.buffers()]
-        with Reads(self.device, known) as reads:
+        with uncompiled(), Reads(self.device, known) as reads:
             self.forward()
         self.held, self.reads = reads.held, reads
 

@@ -11,9 +11,10 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar
 import torch
 from torch import nn
 
-from . import _torch_compat, environment, options
+from . import _torch_compat, compile_options, environment, options
 from .apply import apply_modules
 from .attributes import add_options
+from .compile_seam import OF_THIS_PROCESS, compiler_of, target_of, untraced
 from .cuts import PLAIN, Rules, scatter_arguments
 from .deadlines import Watched
 from .devices import parse_device, parse_devices
@@ -78,6 +79,10 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
             else "eager".
         timeout_s: a step's communication on GPUs that is not over by then is an error, see
             docs/failures.md. Default: None; waits on the host end at FASTDP_TIMEOUT_MS.
+        compile: True, or a dictionary of torch.compile's arguments: the replicas are compiled when
+            they first run; the CUDA graphs are those of `engine`. What cannot be compiled runs as
+            it is, for a reason that `report` and the log name. Default: only a module that came of
+            torch.compile. See docs/engines.md.
 
     An argument in `Replicated(...)` goes whole to every replica. `call` runs another method than
     forward. What may be a mistake is a `DataParallelWarning`, once for each place.
@@ -119,6 +124,7 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
         transport: Optional[str] = None,
         engine: Optional[str] = None,
         timeout_s: Optional[float] = None,
+        compile: Union[bool, Dict[str, Any], None] = None,
     ) -> None:
         # Not nn.DataParallel.__init__: without a GPU it knows no device at all.
         nn.Module.__init__(self)
@@ -130,6 +136,7 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
         self._fastdp_transport = environment.transport(transport)
         self._fastdp_engine = environment.engine(engine)
         self._fastdp_timeout_s = options.timeout_s(timeout_s)
+        self._fastdp_compile = compile_options.parse(compile)
         devices = choose_devices(device_ids)
         self._fastdp_chunk_sizes = options.chunk_sizes(chunk_sizes, len(devices))
         self._fastdp_split_lists = options.flag("split_lists", split_lists)
@@ -198,9 +205,7 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
         self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]
     ) -> Any:
         if "torch._dynamo" in sys.modules:
-            # torch.compile of something around this wrapper stops at its edge: neither the moves
-            # nor replicas on several threads can be traced.
-            return _untraced_run()(self, method, inputs, kwargs)
+            return untraced(DataParallel._fastdp_run)(self, method, inputs, kwargs)
         return self._fastdp_run(method, inputs, kwargs)
 
     def _fastdp_step(
@@ -259,8 +264,7 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
 
     def _fastdp_direct(self, method: Optional[str], inputs: Any, kwargs: Any) -> Any:
         """By the module itself, as the only replica."""
-        target = self.module if method is None else attrgetter(method)(self.module)
-        output = target(*inputs, **kwargs)
+        output = target_of(self, method)(*inputs, **kwargs)
         return output if self._fastdp_gather_outputs else [output]
 
     def _fastdp_gathered(
@@ -335,12 +339,8 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
         ):
             return PLAIN
         sized = self._fastdp_loss_weighting is not None
-        return Rules(
-            self._fastdp_chunk_sizes,
-            self._fastdp_split_lists,
-            self._fastdp_replicate_scalars,
-            sized,
-        )
+        flags = self._fastdp_split_lists, self._fastdp_replicate_scalars
+        return Rules(self._fastdp_chunk_sizes, *flags, sized)
 
     def _fastdp_move_options(self) -> Tuple[int, str, Optional[str]]:
         return self._fastdp_bucket_bytes, self._fastdp_unused_grad, self._fastdp_transport
@@ -359,6 +359,7 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
                     runtime = Runtime(self.module, devices, options)
                     runtime.device_ids = list(self.device_ids)
                     runtime.replicator.watch(self.__dict__.get("_fastdp_witness"))
+                    runtime.replicator.compiled = compiler_of(self, True)
                     self.__dict__["_fastdp_runtime"] = runtime
         return runtime
 
@@ -382,19 +383,9 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
     def __getstate__(self) -> Dict[str, Any]:
         """Threads, streams and replicas stay out of copies and files."""
         state = self.__dict__.copy()
-        state.pop("_fastdp_runtime", None)
-        state.pop("_fastdp_surprises", None)
-        state.pop("_fastdp_witness", None)
+        for name in OF_THIS_PROCESS:
+            state.pop(name, None)
         return state
 
 
 add_options(DataParallel)
-
-_untraced: Any = None
-
-
-def _untraced_run() -> Any:
-    global _untraced
-    if _untraced is None:
-        _untraced = torch.compiler.disable(DataParallel._fastdp_run)
-    return _untraced

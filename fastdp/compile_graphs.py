@@ -1,0 +1,191 @@
+"""One graph of a compiled forward, cut into pieces where a bucket of parameters begins.
+
+A graph that is compiled as a whole reads all parameters at its start and gives all gradients at its
+end: nothing could travel beside it. So it is cut: a piece waits, when it runs, for the last bucket
+that it reads, and in backward its gradients are there as soon as it has run. Pieces are compiled
+one by one, at their first run, from the tensors that they are given then.
+
+What was compiled for one device serves the others (relocation.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+
+from . import relocation
+from .compile_options import CompileOptions
+from .readiness import NotReady, current_place, may_compile
+
+# More pieces hide more, and each edge costs fusion and a compilation of its own.
+MAX_PIECES = 8
+
+
+class Graph:
+    """What runs one graph that torch.compile found, on any of the wrapper's devices.
+
+    Args:
+        graph: an fx.GraphModule of fixed shapes.
+        inputs: what it is called with now; the replica's parameters among them.
+        places: where each input stands among the module's parameters and buffers, or None.
+        plan: how these travel; None where nothing has to be waited for.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        inputs: Sequence[Any],
+        places: Sequence[Optional[int]],
+        plan: Any,
+        options: CompileOptions,
+    ) -> None:
+        self.ready: List[torch.device] = []
+        self.pieces: List[Piece] = []
+        place_of = {node.name: place for node, place in zip(_inputs_of(graph), places)}
+        body = None
+        if plan is not None and plan.communication.apart:
+            buckets = [None if place is None else plan.bucket_of.get(place) for place in places]
+            body = cut(graph, inputs, buckets, MAX_PIECES)
+        if body is None:
+            self.pieces.append(Piece(graph, list(place_of.values()), options))
+            self._body: Callable[..., Any] = self.pieces[0]
+            return
+        for name, part in list(body.named_children()):
+            if not name.startswith("submod_"):
+                continue
+            own = [place_of.get(node.name) for node in _inputs_of(part)]
+            piece = Piece(part, own, options)
+            self.pieces.append(piece)
+            delattr(body, name)
+            body.__dict__[name] = piece  # its code calls self.<name>(...)
+        self._body = body.forward
+
+    def __call__(self, *inputs: Any) -> Any:
+        device = relocation.device_of(inputs)
+        if device in self.ready:
+            return self._body(*inputs)
+        if not may_compile():
+            raise NotReady
+        outputs = self._body(*inputs)
+        self.ready.append(device)
+        return outputs
+
+
+class Piece:
+    """A part of a graph, compiled for each device at its first run there."""
+
+    def __init__(self, graph: Any, places: Sequence[Optional[int]], options: CompileOptions):
+        self._options = options
+        self._graph, self._single = with_tuple(graph)
+        self._places = [place for place in places if place is not None]
+        self._runs: Dict[torch.device, Callable[..., Any]] = {}
+        self._last_bucket: Tuple[Any, int] = (None, -1)  # of a plan
+        self._shared: Optional[relocation.Shared] = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        device = relocation.device_of(inputs)
+        where = current_place()
+        if where is not None and where.gate is not None and where.plan is not None:
+            where.gate.wait_for(self._bucket_in(where.plan))
+        run = self._runs.get(device)
+        if run is None:
+            run = self._runs[device] = self._compile(device, inputs)
+        outputs = run(*inputs)
+        return outputs[0] if self._single else outputs
+
+    def _bucket_in(self, plan: Any) -> int:
+        """The last bucket that it reads: those before it have come, then."""
+        known = self._last_bucket
+        if known[0] is not plan:
+            found = [plan.bucket_of.get(place, -1) for place in self._places]
+            known = self._last_bucket = plan, max(found, default=-1)
+        return known[1]
+
+    def _compile(self, device: torch.device, inputs: Sequence[Any]) -> Callable[..., Any]:
+        home = next(iter(self._runs), None)
+        if home is None:
+            if device.type != "cuda" or not self._options.is_inductor:
+                return compiled(self._options, copy.deepcopy(self._graph), inputs)
+            self._shared = relocation.Shared(device)
+            graph = copy.deepcopy(self._graph)
+            return compiled(self._options, graph, inputs, self._shared.note)
+        if self._shared is not None and self._shared.extend(device):
+            return self._runs[home]
+        graph = relocation.graph_on(copy.deepcopy(self._graph), home, device)
+        return compiled(self._options, graph, inputs)
+
+
+def compiled(
+    options: CompileOptions, graph: Any, inputs: Sequence[Any], inner: Any = None
+) -> Callable[..., Any]:
+    """Compiled now, its backward too: a backward that is compiled when it first runs would be so
+    on a thread of autograd's, beside others."""
+    from torch._functorch import config
+
+    settings = {}
+    if hasattr(config, "force_non_lazy_backward_lowering"):
+        settings["force_non_lazy_backward_lowering"] = True
+    if inner is not None:
+        # What comes out of this cache has not passed through `inner`. Inductor's own stays.
+        settings["enable_autograd_cache"] = False
+    with config.patch(settings):
+        return options.compile(graph, inputs, inner)
+
+
+def _inputs_of(graph: Any) -> List[Any]:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def with_tuple(graph: Any) -> Any:
+    """(the graph with a tuple for its output, whether it had a single thing)."""
+    (output,) = [node for node in graph.graph.nodes if node.op == "output"]
+    if isinstance(output.args[0], (tuple, list)):
+        return graph, False
+    output.args = ((output.args[0],),)
+    graph.recompile()
+    return graph, True
+
+
+def cut(
+    graph: Any, inputs: Sequence[Any], buckets: Sequence[Optional[int]], limit: int
+) -> Optional[Any]:
+    """The graph as a module of at most `limit` parts, each of which begins where a bucket is first
+    read; None where that would be one. `buckets` has for each input the bucket that it is in, or
+    None. A graph that reads its parameters in another order than that of the buckets has fewer
+    parts: what is read first decides."""
+    from torch.fx.passes.split_module import split_module
+
+    bucket_of = {node: bucket for node, bucket in zip(_inputs_of(graph), buckets)}
+    sizes: Dict[int, int] = {}
+    for bucket, tensor in zip(buckets, inputs):
+        if bucket is not None and tensor.requires_grad:
+            sizes[bucket] = sizes.get(bucket, 0) + tensor.numel() * tensor.element_size()
+    part_of = _parts(sizes, limit)
+    parts: Dict[Any, int] = {}
+    current = 0
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        read = [bucket_of.get(source) for source in node.all_input_nodes]
+        current = max([current, *(part_of.get(bucket, 0) for bucket in read if bucket is not None)])
+        parts[node] = current
+    numbers = {part: number for number, part in enumerate(sorted(set(parts.values())))}
+    if len(numbers) < 2:
+        return None
+    return split_module(graph, None, lambda node: numbers[parts[node]], keep_original_order=True)
+
+
+def _parts(sizes: Dict[int, int], limit: int) -> Dict[int, int]:
+    """For each bucket the part that it belongs to: neighbours together, until a part has its share
+    of all bytes."""
+    share = sum(sizes.values()) / max(limit, 1)
+    result: Dict[int, int] = {}
+    part, filled = 0, 0
+    for bucket in sorted(sizes):
+        if filled and filled >= share:
+            part, filled = part + 1, 0
+        result[bucket] = part
+        filled += sizes[bucket]
+    return result

@@ -1,0 +1,178 @@
+"""What `compile` may be, and the compiler that it names: torch.compile's own arguments.
+
+The compiler makes no CUDA graphs of its own: the engine records whole steps, and a graph inside a
+graph cannot be. So a mode stands for its options but for that one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Optional, Sequence, Union
+
+import torch
+
+KEYS = ("backend", "dynamic", "fullgraph", "mode", "options")
+
+# (graph, example inputs, inner) -> what runs the graph; `inner` takes part in Inductor's work.
+Backend = Callable[[Any, Sequence[Any], Any], Callable[..., Any]]
+
+
+class CompileOptions:
+    """A compiler and how it is asked. `reason` says why there is none, or is ""."""
+
+    def __init__(self, given: Dict[str, Any]) -> None:
+        self.dynamic: Optional[bool] = given.get("dynamic")
+        self.fullgraph = bool(given.get("fullgraph"))
+        self.reason = _reason_against()
+        self.is_inductor = False
+        self.name = "inductor"
+        self._backend: Any = None
+        self._config: Dict[str, Any] = {}
+        if not self.reason:
+            self._choose(given.get("backend") or "inductor", given)
+
+    def _choose(self, backend: Any, given: Dict[str, Any]) -> None:
+        mode, settings = given.get("mode"), given.get("options")
+        if backend == "inductor":
+            self.is_inductor = True
+            self._config = {**_of_mode(mode, self.dynamic), **_checked_settings(settings or {})}
+            self._config["triton.cudagraphs"] = False
+            return
+        self.name = backend if isinstance(backend, str) else getattr(backend, "__name__", "custom")
+        found = _looked_up(backend) if isinstance(backend, str) else backend
+        named = {"mode": mode, "options": settings}
+        kwargs = {name: value for name, value in named.items() if value}
+        self._backend = lambda graph, inputs: found(graph, inputs, **kwargs)
+
+    def compile(self, graph: Any, inputs: Sequence[Any], inner: Any = None) -> Callable[..., Any]:
+        """What runs `graph`, an fx.GraphModule whose output is a tuple, on inputs like these. The
+        graph is the compiler's from now on. `inner(compile, graph, inputs, **options)` stands
+        between Inductor's parts, if it is the compiler."""
+        if not self.is_inductor:
+            return self._backend(graph, list(inputs))
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        given = {}
+        if inner is not None:
+            given["inner_compile"] = lambda *args, **kw: inner(compile_fx_inner, *args, **kw)
+        return compile_fx(graph, list(inputs), config_patches=dict(self._config), **given)
+
+
+def parse(value: Union[bool, Dict[str, Any], None]) -> Union[CompileOptions, bool, None]:
+    """The option `compile`: None, False, or what to compile with.
+
+    Raises:
+        TypeError, ValueError: it, or one of its entries, is none of torch.compile's.
+    """
+    if value is None or value is False:
+        return value
+    given: Any = {} if value is True else value
+    if not isinstance(given, dict):
+        raise TypeError(
+            f"compile is {value!r}: it must be True, False or a dictionary of arguments of "
+            f"torch.compile ({', '.join(KEYS)})"
+        )
+    for name, entry in given.items():
+        if name not in KEYS:
+            raise ValueError(f"compile has the key {name!r}: it must be one of {', '.join(KEYS)}")
+        if not _fits(name, entry):
+            raise TypeError(f"compile[{name!r}] is {entry!r}, which torch.compile does not take")
+    if given.get("mode") is not None and given.get("options") is not None:
+        raise ValueError("compile has mode and options: torch.compile takes one of the two")
+    if given.get("backend") == "cudagraphs":
+        raise ValueError(
+            "compile['backend'] is 'cudagraphs', which makes CUDA graphs of its own: "
+            'engine="auto" does that'
+        )
+    return CompileOptions(given)
+
+
+def _fits(name: str, entry: Any) -> bool:
+    if name == "fullgraph":
+        return isinstance(entry, bool)
+    kinds: Any = {"dynamic": bool, "mode": str, "options": dict}.get(name)
+    return entry is None or (isinstance(entry, kinds) if kinds else _is_backend(entry))
+
+
+def _is_backend(entry: Any) -> bool:
+    return isinstance(entry, str) or callable(entry)
+
+
+def _reason_against() -> str:
+    try:
+        from torch._dynamo.eval_frame import check_if_dynamo_supported
+
+        check_if_dynamo_supported()
+    except Exception as error:
+        return f"torch.compile does not work here: {error}"
+    major, minor = torch.__version__.split(".")[:2]
+    if (int(major), int(minor)) < (2, 5):
+        return f"torch {torch.__version__} compiles each replica for itself; 2.5 does not"
+    return ""
+
+
+def _of_mode(mode: Optional[str], dynamic: Optional[bool]) -> Dict[str, Any]:
+    if mode is None or mode == "default":
+        return {}
+    from torch._inductor import list_mode_options
+
+    known = ("default", *list_mode_options())
+    if mode not in known:
+        raise ValueError(f"compile['mode'] is {mode!r}: it must be one of {', '.join(known)}")
+    return list_mode_options(mode, dynamic)
+
+
+def _checked_settings(settings: Dict[str, Any]) -> Dict[str, Any]:
+    from torch._inductor import list_options
+
+    known = set(list_options())
+    result = {}
+    for name, value in settings.items():
+        place = name.replace("-", "_")
+        if place not in known:
+            raise ValueError(
+                f"compile['options'] has {name!r}, which is none of torch._inductor.list_options()"
+            )
+        result[place] = value
+    return result
+
+
+def _looked_up(name: str) -> Callable[..., Any]:
+    from torch._dynamo import list_backends, lookup_backend
+
+    try:
+        return lookup_backend(name)
+    except Exception as error:
+        known = ", ".join(list_backends())
+        raise ValueError(
+            f"compile['backend'] is {name!r}: it must be one of {known}, or a function"
+        ) from error
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether it came of `torch.compile(module)`."""
+    members = getattr(module, "__dict__", {}).get("_modules") or {}
+    return "_orig_mod" in members and hasattr(type(module), "_initialize")
+
+
+def of_compiled_module(module: Any) -> Optional[CompileOptions]:
+    """How `torch.compile(module)` was asked; None where that cannot be told."""
+    if not is_compiled_module(module):
+        return None
+    context = module.dynamo_ctx
+    found = getattr(context, "callback", None)
+    fullgraph = bool(getattr(context, "fullgraph", False))
+    for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):
+        # Layers of torch's own around the compiler, under either name.
+        while getattr(found, name, None) is not None:
+            fullgraph = fullgraph or type(found).__name__ == "ConvertFrameAssert"
+            found = getattr(found, name)
+    dynamic = getattr(found, "dynamic", None)
+    given: Dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph}
+    if getattr(found, "compiler_name", None) == "inductor":
+        settings = {n: v for n, v in found.config.items() if n != "triton.cudagraphs"}
+        return CompileOptions({**given, "options": settings})
+    if not callable(found):
+        return None
+    options = CompileOptions({**given, "backend": found})
+    options.name = getattr(found, "compiler_name", options.name)
+    return options
