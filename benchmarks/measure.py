@@ -5,7 +5,9 @@ A `Cost` is one thing that is measured in several ways. `race` times its ways in
 round, so that whatever else the machine does meets all of them; figures of different runs are not
 compared. What is measured is CPU time: on a busy machine long calls are interrupted and short ones
 are not, which would favour the shorter. A cost of which waiting is a part is measured by the wall
-clock. A `Bar` is a promise about two ways of one cost.
+clock. A `Bar` is a promise about two ways of one cost. One that seems not to hold is tried again,
+with objects made anew, and judged by the median of all its tries: one bad moment of the machine or
+one unlucky place in memory is no failure, and one lucky try does not help.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import gc
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -23,6 +26,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 # One timing is of as many calls as fill this time: the clock itself takes some 0.05 us.
 TIMED_US = 1000.0
 OURS = "fastdp"
+# Of a bar that did not hold at once, with the first.
+TRIES = 5
 
 
 class Sample(NamedTuple):
@@ -50,6 +55,21 @@ class Bar(NamedTuple):
     rival: str
     factor: float
     beyond: Optional[str] = None
+
+
+class Verdict(NamedTuple):
+    """`tries`: how many times our median the rival's was, of the first measurement first."""
+
+    bar: Bar
+    tries: List[float]
+
+    @property
+    def measured(self) -> float:
+        return statistics.median(self.tries)
+
+    @property
+    def holds(self) -> bool:
+        return self.measured >= self.bar.factor
 
 
 class Result(NamedTuple):
@@ -126,6 +146,21 @@ def factor_of(bar: Bar, results: Sequence[Result]) -> float:
     return (medians[bar.rival] - base_us) / max(medians[OURS] - base_us, 1e-3)
 
 
+def judge(
+    bars: Sequence[Bar],
+    makers: Dict[str, Callable[[], Cost]],
+    results: Sequence[Result],
+    repeats: int,
+) -> List[Verdict]:
+    verdicts = []
+    for bar in bars:
+        tries = [factor_of(bar, results)]
+        while tries[0] < bar.factor and len(tries) < TRIES:
+            tries.append(factor_of(bar, measure([makers[bar.cost]], repeats)))
+        verdicts.append(Verdict(bar, tries))
+    return verdicts
+
+
 def machine() -> Dict[str, Any]:
     """Where and with what a run was taken."""
     import torch
@@ -183,24 +218,27 @@ def _figure(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def bar_lines(bars: Sequence[Bar], results: Sequence[Result]) -> str:
+def bar_lines(verdicts: Sequence[Verdict]) -> str:
     lines = []
-    for bar in bars:
-        factor = factor_of(bar, results)
-        word = "holds" if factor >= bar.factor else "FAILS"
+    for verdict in verdicts:
+        bar, tries = verdict.bar, verdict.tries
+        beyond = "" if bar.beyond is None else f", both beyond {bar.beyond!r}"
+        each = f"; median of {', '.join(map(_figure, tries))}" if len(tries) > 1 else ""
         lines.append(
-            f"{word}: {bar.cost}: {bar.rival} takes {_figure(factor)} times as long as fastdp"
-            f"{'' if bar.beyond is None else f', both beyond {bar.beyond!r}'}; "
-            f"at least {bar.factor:g} is promised"
+            f"{'holds' if verdict.holds else 'FAILS'}: {bar.cost}: {bar.rival} takes "
+            f"{_figure(verdict.measured)} times as long as fastdp{beyond}; "
+            f"at least {bar.factor:g} is promised{each}"
         )
     return "\n".join(lines)
 
 
 def as_json(
-    bars: Sequence[Bar], results: Sequence[Result], found: Dict[str, Any], repeats: int
+    verdicts: Sequence[Verdict], results: Sequence[Result], found: Dict[str, Any], repeats: int
 ) -> str:
     return json.dumps(
         {
+            "benchmark": os.path.splitext(os.path.basename(sys.argv[0]))[0],
+            "command": shlex.join(["python", f"benchmarks/{os.path.basename(sys.argv[0])}"]),
             "machine": found,
             "repeats": repeats,
             "results": [
@@ -208,9 +246,8 @@ def as_json(
                 for r in results
             ],
             "bars": [
-                {**bar._asdict(), "measured": factor_of(bar, results)}
-                | {"holds": factor_of(bar, results) >= bar.factor}
-                for bar in bars
+                {**v.bar._asdict(), "tries": v.tries, "measured": v.measured, "holds": v.holds}
+                for v in verdicts
             ],
         },
         indent=1,
@@ -224,7 +261,9 @@ def main(
     arguments: Optional[Sequence[str]] = None,
 ) -> int:
     """The command line of a benchmark; gives its exit status."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=60, help="rounds per cost (default 60)")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables")
     parser.add_argument("--check", action="store_true", help="exit 1 when a bar fails")
@@ -232,12 +271,18 @@ def main(
     if options.repeats < 1:
         parser.error(f"argument --repeats: {options.repeats}, must be at least 1")
     found = machine()
-    results = measure(costs, options.repeats)
+    results: List[Result] = []
+    makers = {}
+    for make in costs:
+        taken = measure([make], options.repeats)
+        makers[taken[0].cost] = make
+        results += taken
+    verdicts = judge(bars, makers, results, options.repeats)
     if options.json:
-        print(as_json(bars, results, found, options.repeats))
+        print(as_json(verdicts, results, found, options.repeats))
     else:
-        print(f"{machine_line(found)}\n\n{table(results)}\n\n{bar_lines(bars, results)}")
-    failed = any(factor_of(bar, results) < bar.factor for bar in bars)
+        print(f"{machine_line(found)}\n\n{table(results)}\n\n{bar_lines(verdicts)}")
+    failed = not all(verdict.holds for verdict in verdicts)
     if failed and options.check:
         print("a bar fails", file=sys.stderr)
     return int(failed and options.check)

@@ -156,7 +156,7 @@ def test_the_first_error_of_a_process_ends_the_wait():
     class Pretended(rivals.Distributed):
         def __init__(self):
             self._pipes, self.theirs = zip(*(rivals.mp.Pipe() for _ in range(2)))
-            self._processes, self._is_warming, self._is_broken = [], False, False
+            self._processes, self._is_warming = [], False
 
     ddp = Pretended()
     ddp.theirs[1].send("Traceback\nValueError: no")  # rank 0 hangs

@@ -2,6 +2,7 @@
 busy machine must not fail the suite."""
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ def host_cost():
 def test_host_cost_says_where_it_ran(host_cost):
     assert host_cost["repeats"] == 2
     assert set(host_cost["machine"]) == {
-        *("cpu", "cores", "load", "python", "torch", "fastdp", "compiler", "date")
+        *("cpu", "cores", "load", "python", "torch", "fastdp", "compiler", "commit", "date")
     }
 
 
@@ -58,8 +59,10 @@ def test_host_cost_has_four_bars(host_cost):
         base = 0 if bar["beyond"] is None else medians[bar["cost"], bar["beyond"]]
         ours = medians[bar["cost"], "fastdp"] - base
         ratio = (medians[bar["cost"], bar["rival"]] - base) / max(ours, 1e-3)
-        assert bar["measured"] == pytest.approx(ratio)
-        assert bar["holds"] == (ratio >= bar["factor"])
+        assert bar["tries"][0] == pytest.approx(ratio)
+        assert len(bar["tries"]) == (1 if ratio >= bar["factor"] else 5)
+        assert bar["measured"] == statistics.median(bar["tries"])
+        assert bar["holds"] == (bar["measured"] >= bar["factor"])
     assert [bar["factor"] for bar in host_cost["bars"]] == [10, 50, 1, 3]
 
 
@@ -107,6 +110,36 @@ def test_a_bar_decides_the_exit_status(capsys, factor, word, status):
     assert f"{word}: loops: rival takes" in out
     assert ("a bar fails" in err) == bool(status)
     assert measure.main("", [a_cost], bars, ["--repeats", "3"]) == 0
+
+
+@pytest.mark.parametrize(
+    "factors, tries, holds",
+    [
+        ([60, 40, 40, 40, 40], 1, True),  # holds at once
+        ([49, 51, 52, 40, 53], 5, True),  # the median is 51
+        ([49, 90, 90, 49, 49], 5, False),  # two lucky tries do not help
+    ],
+    ids=["at once", "a bad moment", "fails"],
+)
+def test_a_bar_that_seems_not_to_hold_is_tried_again(monkeypatch, factors, tries, holds):
+    left = list(factors)
+
+    def measured(costs, repeats):
+        assert [make() for make in costs] == ["made anew"] and repeats == 7
+        return taken()
+
+    def taken():
+        sample = measure.Sample(float(left.pop(0)), 0.0, 0.0)
+        ours = measure.Sample(1.0, 0.0, 0.0)
+        rows = {"rival": sample, "fastdp": ours}
+        return [measure.Result("c", way, each, 0.0) for way, each in rows.items()]
+
+    monkeypatch.setattr(measure, "measure", measured)
+    bar = measure.Bar("c", "rival", 50)
+    (verdict,) = measure.judge([bar], {"c": lambda: "made anew"}, taken(), 7)
+    assert verdict.tries == factors[:tries]
+    assert verdict.holds is holds
+    assert ("holds" if holds else "FAILS") in measure.bar_lines([verdict])
 
 
 def test_ways_run_in_turn_and_the_end_is_called():
