@@ -56,12 +56,16 @@ core-test:
 	  fake_cuda/fake_runtime.c ../../csrc/device_cuda*.c ../../csrc/status.c ../../csrc/env.c \
 	  -pthread -o ../../build/core/fake_device; ../../build/core/fake_device
 
+# Files of tests run side by side, one worker for each core; on GPUs one after another, since they
+# ask how much memory is taken there and how long things last.
+SIDE_BY_SIDE = $$(test -e /dev/nvidiactl || echo "-n $$(nproc) --dist loadfile")
+
 programs: environment
 	@"$(PYTHON)" build_tools/programs.py
 
 python-test: environment programs
 	@echo; echo "== The Python tests"
-	@$(USE); "$$python" -m pytest -q
+	@$(USE); "$$python" -m pytest -q $(SIDE_BY_SIDE)
 
 # A build beside the editable install. What runs from its folder, with it first on the path, imports
 # it; a wrong import would make the run worthless, so it is looked at.
@@ -84,7 +88,7 @@ sanitizer-test: environment
 	  report=$$PWD/report; result=0; \
 	  export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:log_path=$$report; \
 	  export UBSAN_OPTIONS=print_stacktrace=1:log_path=$$report; \
-	  LD_PRELOAD=$$preload PYTHONMALLOC=malloc "$$python" -m pytest -q -m seam \
+	  LD_PRELOAD=$$preload PYTHONMALLOC=malloc "$$python" -m pytest -q -m seam $(SIDE_BY_SIDE) \
 	    -p no:cacheprovider -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests \
 	    || result=$$?; \
 	  for file in $$report.*; do \
