@@ -21,8 +21,8 @@ from .streams import distinct
 
 MODES = ("train", "eval")
 
-# What is left for memory that torch's allocator cannot use, and for the error of an estimate.
-_MARGIN = 0.1
+# One in so many bytes is left for what torch's allocator cannot use, and for an estimate's error.
+_MARGIN = 10
 
 # As the core's pools do (csrc/limits.h): so many buffers of a size, one where they are large.
 _POOL_DEPTH = 3
@@ -53,7 +53,8 @@ class DeviceFit(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether that, and a tenth more, is free."""
-        return self.free_bytes is None or self.needed_bytes * (1 + _MARGIN) <= self.free_bytes
+        needed_bytes = self.needed_bytes + self.needed_bytes // _MARGIN
+        return self.free_bytes is None or needed_bytes <= self.free_bytes
 
 
 class Fit:
@@ -87,7 +88,8 @@ class Fit:
             )
         return "\n".join(lines)
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return f"Fit({self.mode!r}, {self.devices!r})"
 
 
 def make_fit(

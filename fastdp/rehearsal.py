@@ -101,17 +101,45 @@ def _act(step: Step, place: Place, own: Sequence[torch.Tensor], ledger: Ledger) 
     for replica, (row, named) in zip(replicas, arguments):
         outputs += tensors_of(replica(*row, **named))
     output_bytes = sum(map(_size_bytes, outputs))
+    # Replicas are emptied before outputs are joined; a graph keeps what it needs of them.
+    del arguments, moved, replicas, replica, row, named
     joined = None
     if step.joined and place.outputs_bytes is not None:
-        whole_bytes = output_bytes + place.outputs_bytes
-        joined = torch.empty(whole_bytes, dtype=torch.uint8, device=place.device)
-    del arguments, moved, replicas, replica, row, named
+        joined = _memory(output_bytes + place.outputs_bytes, place.device)
+    elif not step.joined:
+        joined = outputs  # the caller has them themselves
     wanted = [output for output in outputs if output.requires_grad]
     if step.train and wanted:
-        gradients = [torch.empty_like(output) for output in wanted]
-        del outputs, joined
-        torch.autograd.backward(wanted, gradients)
+        whole_bytes = joined.numel() if isinstance(joined, torch.Tensor) else 0
+        end = _Loss.apply(whole_bytes, *wanted)
+        del outputs, wanted
+        end.backward()
+    del joined  # not before: whoever calls the wrapper has a name for the output
     return output_bytes
+
+
+def _memory(size_bytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+
+class _Loss(Function):
+    """A number made of all outputs. In its backward the gradient of the joined ones is cut."""
+
+    @staticmethod
+    def forward(ctx: Any, whole_bytes: int, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.whole_bytes = whole_bytes
+        ctx.like = [(o.shape, o.stride(), o.dtype, o.device) for o in outputs]
+        return torch.empty((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        whole = _memory(ctx.whole_bytes, gradient.device)
+        cut = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype, device in ctx.like
+        ]
+        del whole
+        return (None, *cut)
 
 
 def _replica(step: Step, tensors: Sequence[torch.Tensor]) -> nn.Module:
