@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_cases import ON_GPUS, SETTLED, WATCHED, Recorder, Twins, identical, noise, reasons
 from engine_cases import squares, steps
-from test_pretended_gpus import Gpus, Stream
+from pretended_gpus import Gpus, Stream
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
