@@ -89,7 +89,8 @@ def apply_modules(
     results = run_jobs(teams, runs, devices, sequential)
     if not any(result is NOT_READY for result in results):
         return results
-    return run_jobs(teams, [run.again(out) for run, out in zip(runs, results)], devices, True)
+    again = [run.again(output) for run, output in zip(runs, results)]
+    return run_jobs(teams, again, devices, in_turn=True)
 
 
 class _Call:

@@ -17,7 +17,7 @@ import torch
 
 from . import relocation
 from .compile_options import CompileOptions
-from .readiness import NotReady, current_place, may_compile
+from .readiness import NotReady, current_place, is_compiling
 
 # More pieces hide more, and each edge costs fusion and a compilation of its own.
 MAX_PIECES = 8
@@ -31,6 +31,7 @@ class Graph:
         inputs: what it is called with now; the replica's parameters among them.
         places: where each input stands among the module's parameters and buffers, or None.
         plan: how these travel; None where nothing has to be waited for.
+        compiles: is told of a device before anything is compiled for it.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Graph:
         places: Sequence[Optional[int]],
         plan: Any,
         options: CompileOptions,
+        compiles: Callable[[torch.device], None],
     ) -> None:
         self.ready: List[torch.device] = []
+        self._compiles = compiles
         self.pieces: List[Piece] = []
         place_of = {node.name: place for node, place in zip(_inputs_of(graph), places)}
         body = None
@@ -66,8 +69,9 @@ class Graph:
         device = relocation.device_of(inputs)
         if device in self.ready:
             return self._body(*inputs)
-        if not may_compile():
+        if not is_compiling():
             raise NotReady
+        self._compiles(device)
         outputs = self._body(*inputs)
         self.ready.append(device)
         return outputs
@@ -94,6 +98,10 @@ class Piece:
             run = self._runs[device] = self._compile(device, inputs)
         outputs = run(*inputs)
         return outputs[0] if self._single else outputs
+
+    def again(self) -> str:
+        """Why it had to be compiled again for another device, or ""."""
+        return "" if self._shared is None else self._shared.reason
 
     def _bucket_in(self, plan: Any) -> int:
         """The last bucket that it reads: those before it have come, then."""

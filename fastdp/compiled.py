@@ -8,7 +8,7 @@ description of the parameters; all else (attributes, grad mode, autocast, train 
 guards itself, inside a form.
 
 Steps only look up what is compiled. A call for which nothing is says `NotReady` (readiness.py), and
-is made again where it may compile: one replica after the other, on the caller's thread.
+is made again where it may compile: one replica after the other.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Compiled:
 
     def __init__(self, options: CompileOptions, devices: Sequence[torch.device]) -> None:
         self.options = options
-        self.count = 0  # graphs compiled so far
+        self.count = 0  # graphs compiled so far, each for a device
         self.reasons: List[str] = []
         self._families: Dict[Hashable, _Family] = {}
         self._devices = tuple(devices) or (torch.device("cpu"),)
@@ -98,7 +98,10 @@ class Compiled:
         family = self._family(where, module, arguments)
         form = family.form_of(arguments.sizes, where.device)
         if form is not None and form.whole:
-            output = form.look_up(where, module, args, kwargs)
+            try:
+                output = form.look_up(where, module, args, kwargs)
+            except NotReady:  # compiled, but not for this device
+                output = _MISSED
             if output is not _MISSED:
                 return output
         if family.reason:
@@ -162,7 +165,8 @@ class Compiled:
             _log.warning("compile: replicas run uncompiled: %s", reason)
 
     def report(self) -> Dict[str, Any]:
-        forms = [form for family in self._families.values() for form in family.made]
+        families = list(self._families.copy().values())
+        forms = [form for family in families for form in family.made]
         return {
             "backend": self.options.name,
             "seconds": sum(sum(form.seconds.values()) for form in forms),
@@ -243,13 +247,14 @@ class _Family:
             yield _Form(self._owner, "breaks", device, self._breaks)
 
     def keep(self, form: "_Form", sizes: Hashable, device: torch.device) -> None:
-        if form.kind == "one size":
-            self._static[sizes] = form
-        else:
-            self._others[device] = form
         if form not in self.made:
             self.made.append(form)
-
+        if form.kind == "one size":
+            self._static[sizes] = form
+            return
+        if form.kind == "breaks":
+            self._static.clear()
+        self._others[device] = form
     def failed(self, form: "_Form", error: Optional[Exception]) -> None:
         if error is None:
             self._error = "torch.compile is switched off here"
@@ -260,7 +265,6 @@ class _Family:
         self._error = f"{type(error).__name__}: {text[0]}"
         if form.whole and isinstance(error, Unsupported):
             self._breaks = self._error
-            self._static.clear()
 
     def give_up(self) -> str:
         self.reason, self._error = self._error, ""
@@ -306,7 +310,8 @@ class _Form:
         self._known = tuple(map(id, known))
         started, before = time.perf_counter(), self._owner.count
         try:
-            return self._call(self._compile, where, module, args, kwargs)
+            with readiness.compiling():
+                return self._call(self._compile, where, module, args, kwargs)
         finally:
             self._now, self._known = None, ()
             if self._owner.count > before:
@@ -330,15 +335,19 @@ class _Form:
 
     def _backend(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Takes what torch found in the function."""
-        self._owner.count += 1
         if self.kind != "one size":
+            self._compiles()
             self.graphs.append(compiled(self._owner.options, graph, inputs))
             return self.graphs[-1]
         where, module = self._now
         place_of = {id(t): k for k, t in enumerate((*module.parameters(), *module.buffers()))}
         places = [place_of.get(id(tensor)) for tensor in inputs]
-        self.graphs.append(Graph(graph, inputs, places, where.plan, self._owner.options))
+        options = self._owner.options
+        self.graphs.append(Graph(graph, inputs, places, where.plan, options, self._compiles))
         return self.graphs[-1].__call__
+
+    def _compiles(self, device: Optional[torch.device] = None) -> None:
+        self._owner.count += 1
 
     def _kept_guards(self, entries: Sequence[Any]) -> List[bool]:
         """All but those on tensors whose kind this form's key tells: these ask for a device."""
@@ -355,6 +364,9 @@ class _Form:
         }
         if self.kind == "one size":
             result["pieces"] = max((len(graph.pieces) for graph in self.graphs), default=0)
+            again = [piece.again() for graph in self.graphs for piece in graph.pieces]
+            if any(again):
+                result["again"] = next(filter(None, again))
         if self.reason:
             result["reason"] = self.reason
         return result

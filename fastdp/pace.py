@@ -21,6 +21,8 @@ _SHORT_S = 0.015
 # A replica starts anyway after this many usual durations, and not before this many seconds.
 _PATIENCE = 4.0
 _LEAST_PATIENCE_S = 0.02
+# A duration that says: a replica that may compile first is waited for, some minutes at most.
+_UNHURRIED_S = 60.0
 
 
 class Pace:
@@ -34,6 +36,13 @@ class Pace:
     def __init__(self) -> None:
         self._usual_s: Optional[float] = None
         self._gave_up = False
+
+    @classmethod
+    def unhurried(cls) -> Pace:
+        """For replicas that may compile first, which takes its time."""
+        pace = cls()
+        pace._usual_s = _UNHURRIED_S
+        return pace
 
     def takes_turns(self, devices: Sequence[torch.device]) -> bool:
         short = self._usual_s is not None and self._usual_s <= _SHORT_S

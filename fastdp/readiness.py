@@ -1,6 +1,6 @@
 """Whether a replica may be compiled now, on this thread. The compiler is not safe for several
 threads, nor under a capture: replicas that run side by side only run what has been compiled before,
-and say `NotReady` before they have done anything; whoever called them compiles then, in turn.
+and say `NotReady` before they have done anything; then they run again, in turn, and may compile.
 """
 
 from __future__ import annotations
@@ -54,6 +54,21 @@ def as_compiled() -> Iterator[None]:
 
 def is_as_compiled() -> bool:
     return getattr(_local, "as_compiled", False)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Around a call that compiles what is missing."""
+    before = is_compiling()
+    _local.compiling = True
+    try:
+        yield
+    finally:
+        _local.compiling = before
+
+
+def is_compiling() -> bool:
+    return getattr(_local, "compiling", False)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 from typing import Any, Callable, Dict, List, Sequence
 
@@ -48,8 +49,13 @@ class Shared:
     other devices."""
 
     def __init__(self, home: torch.device) -> None:
+        self.reason = ""  # why it could not serve another device
         self._home = home
         self._parts: List[_Part] = []
+        # Else Triton has a cache for each GPU.
+        from torch._inductor.runtime.runtime_utils import triton_cache_dir
+
+        os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(home.index))
 
     def note(self, compile_inner: Any, graph: Any, inputs: Any, **options: Any) -> Any:
         """Takes part in Inductor's work (`CompileOptions.compile`)."""
@@ -64,14 +70,15 @@ class Shared:
     def extend(self, device: torch.device) -> bool:
         """Whether from now on the compiled graph runs on `device`, too."""
         try:
-            if not self._parts or not are_alike(self._home, device):
-                return False
+            if not self._parts:
+                raise ValueError("it came from a cache of another compiler's")
+            if not are_alike(self._home, device):
+                raise ValueError("they are GPUs of different kinds")
             made = [part.on(device) for part in self._parts]
         except Exception as error:
-            _log.info(
-                "compile: what was compiled for %s is compiled again for %s: %s: %s",
-                self._home, device, type(error).__name__, error,
-            )  # fmt: skip
+            reason = f"{type(error).__name__}: {error}"
+            self.reason = f"what is for {self._home} was compiled again for {device}: {reason}"
+            _log.info("compile: %s", self.reason)
             return False
         for part, call in zip(self._parts, made):
             part.calls[device] = call

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 from . import _C
 from .buckets import find_transport
+from .compile_report import compile_lines, compile_report
 from .devices import parse_devices
 from .memory import Memory, make_memory
 from .traces import Trace
@@ -24,7 +25,7 @@ class Report(Dict[str, Any]):
     `forwards` (one dictionary per kind of forward: `engine` now in use, `steps` by each engine,
     `reason` against recording or of the latest eager step, `graph_ms` and `eager_ms` if they were
     timed, `bytes` of memory that the recording holds), `reasons` (each reason against recording,
-    once)."""
+    once), `compiled` (of compiled replicas, else None: compile_report.py says what is in it)."""
 
     def __str__(self) -> str:
         devices = ", ".join(self["devices"]) or "none: the module is called directly"
@@ -34,6 +35,7 @@ class Report(Dict[str, Any]):
             lines.append(f"transport  {name}, since {reason}" if name else f"transport  {reason}")
         if self["hidden"] is not None:
             lines.append(f"buckets    {_buckets_text(self['buckets'], self['hidden'])}")
+        lines.extend(compile_lines(self["compiled"]))
         for number, forward in enumerate(self["forwards"]):
             steps = ", ".join(f"{count} {name}" for name, count in forward["steps"].items())
             lines.append(f"forward {number}  {forward['engine']} (steps: {steps})")
@@ -91,6 +93,7 @@ def make_report(wrapper: Any) -> Report:
         hidden=plan.communication.apart if plan else None,
         forwards=forwards,
         reasons=reasons,
+        compiled=compile_report(wrapper),
     )
 
 

@@ -288,14 +288,15 @@ def run_jobs(
     runs: Sequence[Callable[[], Any]],
     devices: Sequence[Any],
     sequential: bool = False,
+    in_turn: bool = False,
 ) -> List[Any]:
     """Runs each on a thread of its own, the first on this one, and gives their results; with
-    `sequential` all on this one, in order. All finish before the first error, by rank, is
-    raised."""
+    `in_turn` one after the other; with `sequential` all on this one, in order. All finish before
+    the first error, by rank, is raised."""
     if sequential:
         jobs = _jobs_in_order(runs, devices)
     else:
-        jobs = _finished_jobs(teams, runs, devices)
+        jobs = _finished_jobs(teams, runs, devices, in_turn)
     error = next((job.error for job in jobs if job.error is not None), None)
     if error is None:
         return [job.result for job in jobs]
@@ -314,19 +315,20 @@ def _jobs_in_order(runs: Sequence[Callable[[], Any]], devices: Sequence[Any]) ->
 
 
 def _finished_jobs(
-    teams: Teams, runs: Sequence[Callable[[], Any]], devices: Sequence[Any]
+    teams: Teams, runs: Sequence[Callable[[], Any]], devices: Sequence[Any], in_turn: bool
 ) -> List[Job]:
     state = ThreadState() if len(runs) > 1 else None
     jobs = [Job(run, i, device, state) for i, (run, device) in enumerate(zip(runs, devices))]
     if len(jobs) == 1:
         jobs[0].execute_here()
         return jobs
-    turns = _take_turns(teams.pace, jobs) if teams.pace.takes_turns(devices) else []
+    pace = Pace.unhurried() if in_turn else teams.pace
+    turns = _take_turns(pace, jobs) if in_turn or pace.takes_turns(devices) else []
     team = teams.take(len(jobs) - 1)
     try:
         for i, job in enumerate(jobs[1:]):
             team.start(i, job)
-        with teams.pace.timed():
+        with pace.timed():
             jobs[0].execute_here()
         for i, job in enumerate(jobs[1:]):
             if turns:

@@ -1,0 +1,39 @@
+"""What a wrapper says of its compiled replicas."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional
+
+_KINDS = {
+    "one size": "for one size",
+    "any size": "for any size",
+    "breaks": "with graph breaks, so replicas take turns on one thread",
+}
+
+
+def compile_report(wrapper: Any) -> Optional[Dict[str, Any]]:
+    """None where nothing was to be compiled so far. `backend`; `seconds` that the first steps took
+    in all; `forms`, one dictionary for each thing that was compiled: `kind` ("one size", "any size"
+    or "breaks"), `graphs`, `seconds` by device, `pieces` that a graph was cut into (of "one size"),
+    `again` why a GPU could not use what was compiled for another, `reason` for the breaks;
+    `reasons` why replicas run uncompiled, each once."""
+    compiled = wrapper.__dict__.get("_fastdp_compiled")
+    return None if compiled is None else compiled.report()
+
+
+def compile_lines(report: Optional[Dict[str, Any]]) -> List[str]:
+    """The same as text."""
+    if report is None:
+        return []
+    lines = [f"compiled   with {report['backend']}, {report['seconds']:.1f} s"]
+    for form in report["forms"]:
+        seconds = ", ".join(f"{took:.1f} s for {device}" for device, took in form["seconds"].items())
+        pieces = form.get("pieces", 1)
+        cut = f", in {pieces} pieces" if pieces > 1 else ""
+        count = f"{form['graphs']} graph{'' if form['graphs'] == 1 else 's'}"
+        lines.append(f"           {_KINDS[form['kind']]}: {count}{cut}; {seconds}")
+        for name in ("again", "reason"):
+            if name in form:
+                lines.append(f"           {form[name]}")
+    lines.extend(f"not compiled: {reason}" for reason in report["reasons"])
+    return lines

@@ -1,0 +1,94 @@
+"""What the tests of compiled replicas share: pairs of wrappers, one compiled and one not, that take
+the same steps, and a count of what was compiled."""
+
+import copy
+
+import torch
+from engine_cases import identical
+from torch import nn
+
+
+class Twins:
+    """A compiled wrapper and one that is not, of equal modules, in step. Sums are in double
+    precision, where compiling may change their order but little."""
+
+    def __init__(self, fast, module, n=2, compile=None, lr=1e-2, atol=1e-12, **options):
+        self.atol = atol
+        module = module.double()
+        self.plain = fast.wrap(copy.deepcopy(module), n)
+        asked = {"backend": "aot_eager"} if compile is None else compile
+        self.compiled = fast.wrap(module, n, compile=asked, **options)
+        self.both = self.compiled, self.plain
+        self.optimizers = [torch.optim.SGD(dp.parameters(), lr, momentum=0.9) for dp in self.both]
+        self.home = fast.home
+
+    def step(self, *inputs, loss=lambda output: output.square().sum(), **kwargs):
+        outputs = []
+        for dp, optimizer in zip(self.both, self.optimizers):
+            optimizer.zero_grad()
+            outputs.append(dp(*inputs, **kwargs))
+            loss(outputs[-1]).backward()
+        identical(outputs[0], outputs[1], self.atol)
+        self.check_gradients()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.check_state()
+        return outputs[0]
+
+    def look(self, *inputs, **kwargs):
+        with torch.no_grad():
+            outputs = [dp(*inputs, **kwargs) for dp in self.both]
+        identical(outputs[0], outputs[1], self.atol)
+        self.check_state()
+        return outputs[0]
+
+    def each(self, act):
+        for dp in self.both:
+            act(dp.module)
+
+    def check_gradients(self):
+        wanted = dict(self.plain.module.named_parameters())
+        for name, parameter in self.compiled.module.named_parameters():
+            identical(parameter.grad, wanted[name.removeprefix("_orig_mod.")].grad, self.atol)
+
+    def check_state(self):
+        wanted = dict(self.plain.module.state_dict())
+        for name, tensor in self.compiled.module.state_dict().items():
+            identical(tensor, wanted[name.removeprefix("_orig_mod.")], self.atol)
+
+    def rows(self, count=6, width=4, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(count, width, generator=generator, dtype=torch.float64)
+        return rows.to(self.home)
+
+    @property
+    def count(self):
+        """Graphs compiled so far, each for a device."""
+        return self.compiled._fastdp_compiled.count
+
+    @property
+    def forms(self):
+        return self.compiled.report()["compiled"]["forms"]
+
+    @property
+    def reasons(self):
+        return self.compiled.report()["compiled"]["reasons"]
+
+
+def count_for(fast, n):
+    """How often one graph is compiled for n replicas: once for each device."""
+    return len({fast.device(rank) for rank in range(n)})
+
+
+class Net(nn.Module):
+    """Has buffers that forwards write, and an attribute that the user may change."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm = nn.Linear(width, 8), nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 3)
+        self.rate = 1.0
+
+    def forward(self, x):
+        return self.second(torch.relu(self.norm(self.first(x)))) * self.rate

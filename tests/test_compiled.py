@@ -1,0 +1,351 @@
+"""Compiled replicas: `DataParallel(module, compile=...)` computes what uncompiled ones do, compiles
+each kind of call once for all replicas, and says what it could not compile."""
+
+import copy
+import logging
+import threading
+
+import fastdp
+import pytest
+import torch
+from compiled_cases import Net, Twins, count_for
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_steps_are_those_of_plain_replicas_and_compiled_once(fast):
+    twins = Twins(fast, Net(), n=3)
+    for seed in range(5):
+        twins.step(twins.rows(seed=seed))
+    assert twins.count == count_for(fast, 3)
+    assert [form["kind"] for form in twins.forms] == ["one size"]
+    assert twins.reasons == []
+
+
+def test_other_replica_objects_are_served_by_what_was_compiled(fast):
+    """Checkpointing and kept replicas make the pool take another set."""
+    twins = Twins(fast, Net())
+    twins.step(twins.rows())
+    held = []
+    twins.compiled.module.register_forward_hook(lambda module, *rest: None).remove()
+    for seed in range(1, 3):
+        with torch.no_grad():
+            held.append(twins.compiled.replicate(twins.compiled.module, twins.compiled.device_ids))
+        twins.step(twins.rows(seed=seed))
+    assert twins.count == count_for(fast, 2)
+
+
+def test_train_eval_and_no_grad_are_kinds_of_their_own_and_come_back(fast):
+    twins = Twins(fast, Net())
+    for _ in range(3):
+        for dp in twins.both:
+            dp.train()
+        twins.step(twins.rows())
+        for dp in twins.both:
+            dp.eval()
+        twins.look(twins.rows(seed=1))
+    assert twins.count == 2 * count_for(fast, 2)
+
+
+def test_the_module_by_torch_compile(fast):
+    module = Net().double()
+    twins = Twins(fast, module)
+    options = dict(backend="aot_eager", dynamic=False)
+    twins.compiled = fast.wrap(torch.compile(copy.deepcopy(module), **options), 2)
+    twins.both = twins.compiled, twins.plain
+    twins.optimizers[0] = torch.optim.SGD(twins.compiled.parameters(), 1e-2, momentum=0.9)
+    for seed in range(3):
+        twins.step(twins.rows(seed=seed))
+    assert twins.count == count_for(fast, 2)
+    assert set(twins.compiled.state_dict()) == {
+        f"module.{name}" for name in torch.compile(module).state_dict()
+    }
+    assert twins.compiled.report()["compiled"]["backend"] == "aot_eager"
+
+
+def test_compile_false_leaves_the_module_by_torch_compile_uncompiled(fast):
+    dp = fast.wrap(torch.compile(Net(), backend="aot_eager"), 2, compile=False)
+    dp(torch.zeros(4, 4, device=fast.home))
+    assert dp.report()["compiled"] is None
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_one_device_and_none(fast, n):
+    twins = Twins(fast, Net(), n=n)
+    for seed in range(3):
+        twins.step(twins.rows(seed=seed))
+    assert twins.count == count_for(fast, n)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs no GPU: all are taken otherwise")
+def test_a_module_that_is_called_directly_is_compiled_too():
+    module = Net().double()
+    plain = copy.deepcopy(module)
+    dp = fastdp.DataParallel(module, compile={"backend": "aot_eager"})
+    assert dp.device_ids == []
+    x = torch.randn(4, 4, dtype=torch.float64)
+    for _ in range(2):
+        torch.testing.assert_close(dp(x), plain(x))
+    assert dp._fastdp_compiled.count == 1
+
+
+def test_an_attribute_that_changes_is_seen(fast):
+    twins = Twins(fast, Net())
+    for rate in (1.0, 2.0, 1.0):
+        twins.each(lambda module: setattr(module, "rate", rate))
+        twins.step(twins.rows())
+    assert twins.count == 2 * count_for(fast, 2)
+
+
+def test_frozen_and_unused_parameters(fast):
+    module = Net()
+    module.first.requires_grad_(False)
+    module.spare = nn.Linear(2, 2)
+    twins = Twins(fast, module)
+    for seed in range(2):
+        twins.step(twins.rows(seed=seed))
+    assert twins.compiled.module.first.weight.grad is None
+    assert twins.compiled.module.spare.weight.grad.count_nonzero() == 0
+    twins.each(lambda module: module.first.requires_grad_(True))
+    twins.step(twins.rows())
+    assert twins.compiled.module.first.weight.grad is not None
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.layer(x), 0.5, self.training)
+
+
+def test_dropout_draws_anew_at_each_step(fast):
+    twins = Twins(fast, Noisy())
+    x = twins.rows(64)
+    first, second = twins.compiled(x), twins.compiled(x)
+    assert not torch.equal(first == 0, second == 0)
+    halves = first.chunk(2)
+    assert not torch.equal(halves[0] == 0, halves[1] == 0)
+    assert twins.count == count_for(fast, 2)
+
+
+def test_autocast(fast):
+    """What was compiled without it does not serve; the casts are those of plain replicas."""
+    twins = Twins(fast, Net(), atol=0.05)
+    for dp in twins.both:
+        dp.float()
+    x = twins.rows().float()
+    for _ in range(2):
+        with torch.autocast(fast.home.type, torch.bfloat16):
+            assert twins.step(x, loss=lambda out: out.float().square().mean()).dtype != x.dtype
+        assert twins.step(x).dtype == x.dtype
+    assert twins.count == 2 * count_for(fast, 2)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        return checkpoint(self.net, x, use_reentrant=False)
+
+
+def test_checkpointing_inside(fast):
+    twins = Twins(fast, Checkpointed())
+    twins.each(lambda module: module.eval())  # eager ones write their buffers twice
+    for seed in range(2):
+        twins.step(twins.rows(seed=seed))
+    assert twins.count == count_for(fast, 2)
+
+
+def test_checkpointing_around(fast):
+    twins = Twins(fast, Net())
+    twins.each(lambda module: module.eval())
+    for seed in range(2):
+        for dp in twins.both:
+            dp.zero_grad()
+            x = twins.rows(seed=seed).requires_grad_()
+            checkpoint(dp, x, use_reentrant=False).square().sum().backward()
+        twins.check_gradients()
+
+
+def test_a_new_length_each_step_does_not_compile_for_ever(fast):
+    twins = Twins(fast, Net())
+    counts = []
+    for length in (6, 8, 10, 12, 14, 16, 18, 20):
+        twins.step(twins.rows(length))
+        counts.append(twins.count)
+    assert counts[-1] == counts[3]
+    assert [form["kind"] for form in twins.forms].count("one size") == 2
+    assert "any size" in [form["kind"] for form in twins.forms]
+    assert twins.reasons == []
+
+
+def test_a_short_last_batch_is_right(fast):
+    twins = Twins(fast, Net(), n=3)
+    for length in (9, 9, 6, 9, 6, 8):
+        twins.step(twins.rows(length))
+
+
+class Breaking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        x = torch.tanh(x)
+        torch._dynamo.graph_break()
+        return self.net(x)
+
+
+def test_graph_breaks_are_right_and_named(fast):
+    twins = Twins(fast, Breaking())
+    for seed in range(4):
+        twins.step(twins.rows(seed=seed))
+    (form,) = {form["kind"]: form for form in twins.forms}.values()
+    assert form["kind"] == "breaks" and form["graphs"] >= 2
+    assert "torch._dynamo.graph_break" in form["reason"]
+    assert "graph breaks" in str(twins.compiled.report())
+    before = twins.count
+    twins.step(twins.rows())
+    assert twins.count == before
+
+
+def refuses(graph, inputs):
+    raise RuntimeError("this compiler can nothing")
+
+
+def test_what_cannot_be_compiled_runs_uncompiled_with_the_reason_once(fast, caplog):
+    caplog.set_level(logging.WARNING, "fastdp")
+    twins = Twins(fast, Net(), compile={"backend": refuses})
+    for seed in range(3):
+        twins.step(twins.rows(seed=seed))
+    assert len(twins.reasons) == 1 and "this compiler can nothing" in twins.reasons[0]
+    assert sum("this compiler can nothing" in r.getMessage() for r in caplog.records) == 1
+    assert "not compiled: " in str(twins.compiled.report())
+
+
+class Wants(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.seen += 1
+        if x.size(1) != 4:
+            raise ValueError("four columns are wanted")
+        return self.layer(x)
+
+
+def test_the_models_own_error_is_raised_as_such_and_the_wrapper_stays_usable(fast):
+    twins = Twins(fast, Wants())
+    twins.step(twins.rows())
+    with pytest.raises(ValueError, match="four columns are wanted"):
+        twins.compiled(twins.rows(width=5))
+    assert twins.reasons == []
+    twins.plain.module.seen += 1  # the failed forward came as far as that
+    before = twins.count
+    twins.step(twins.rows())
+    assert twins.count == before
+
+
+def test_from_several_threads(fast):
+    twins = Twins(fast, Net())
+    twins.each(lambda module: module.eval())
+    x, results = twins.rows(), []
+    want = twins.plain(x)
+
+    def run():
+        for _ in range(3):
+            results.append(twins.compiled(x))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 9
+    for result in results:
+        torch.testing.assert_close(result, want, rtol=0, atol=1e-12)
+
+
+def test_sequential_and_other_entries(fast):
+    twins = Twins(fast, Net(), sequential=True)
+    for seed in range(2):
+        twins.step(twins.rows(seed=seed))
+    rows, named = twins.compiled.scatter((twins.rows(),), {}, twins.compiled.device_ids)
+    with torch.no_grad():
+        replicas = twins.compiled.replicate(twins.compiled.module, twins.compiled.device_ids)
+        outputs = fastdp.parallel_apply(replicas, rows, named)
+        copied = copy.deepcopy(replicas[1])
+        torch.testing.assert_close(copied(*rows[1]), outputs[1], rtol=0, atol=1e-12)
+
+
+def test_copies_and_pickles_take_nothing_compiled_along(fast):
+    twins = Twins(fast, Net())
+    twins.step(twins.rows())
+    again = copy.deepcopy(twins.compiled)
+    assert "_fastdp_compiled" not in again.__dict__
+    twins.plain, twins.compiled = twins.compiled, again
+    with torch.no_grad():
+        want = twins.plain.eval()(twins.rows())
+        torch.testing.assert_close(again.eval()(twins.rows()), want, rtol=0, atol=1e-12)
+
+
+def test_compile_of_the_wrapper_around_compiled_replicas(fast):
+    twins = Twins(fast, Net())
+    outer = torch.compile(twins.compiled, backend="aot_eager")
+    x = twins.rows()
+    torch.testing.assert_close(outer(x), twins.plain(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "value, error, text",
+    [
+        ("inductor", TypeError, "compile is 'inductor'"),
+        ({"engine": 1}, ValueError, "compile has the key 'engine'"),
+        ({"dynamic": 1}, TypeError, r"compile\['dynamic'\] is 1"),
+        ({"mode": "fastest"}, ValueError, r"compile\['mode'\] is 'fastest'"),
+        ({"backend": "gcc"}, ValueError, r"compile\['backend'\] is 'gcc'"),
+        ({"backend": "cudagraphs"}, ValueError, "makes CUDA graphs of its own"),
+        ({"options": {"fast": True}}, ValueError, r"compile\['options'\] has 'fast'"),
+        ({"mode": "default", "options": {}}, ValueError, "one of the two"),
+    ],
+    ids=["str", "key", "dynamic", "mode", "backend", "cudagraphs", "options", "both"],
+)
+def test_bad_options_are_named(value, error, text):
+    with pytest.raises(error, match=text):
+        fastdp.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"], compile=value)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_the_compilers_own_graphs_are_off(mode):
+    options = fastdp.compile_options.parse({"mode": mode})
+    assert options._config["triton.cudagraphs"] is False
+    module = torch.compile(nn.Linear(2, 2), mode=mode, fullgraph=True)
+    options = fastdp.compile_options.of_compiled_module(module)
+    assert options._config["triton.cudagraphs"] is False
+    assert options.fullgraph and options.is_inductor
+    assert options._config.get("max_autotune", False) is (mode == "max-autotune")
+
+
+def test_the_compiler_of_the_host(fast):
+    """Inductor: with gcc here, with Triton on a GPU."""
+    twins = Twins(fast, Net(), compile=True)
+    for seed in range(2):
+        twins.step(twins.rows(seed=seed))
+    assert twins.count == count_for(fast, 2)
+    assert twins.reasons == []
+    assert all("again" not in form for form in twins.forms)
