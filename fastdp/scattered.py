@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional, Sequence, Tuple
+import functools
+from typing import Any, Callable, Dict, Iterator, NoReturn, Optional, Sequence, Tuple
 
 import torch
 
@@ -29,6 +30,11 @@ class Scattered:
     Whoever reads `slices` on GPUs gets them in the order of the current streams: these wait for
     `arrived`, and the memory is kept for them. Reading them never blocks the host. Slices are
     shared, not copied: what a replica's forward writes into its own is there afterwards.
+
+    It is no tensor, but has what training loops ask of an item of a batch: `shape`, `size`, `dim`,
+    `ndim`, `numel`, `dtype`, `device` (of the first slice), `is_cuda`, `layout`, `requires_grad`,
+    `element_size`, `nbytes`, `to`, `cuda`, `cpu`, `float` and the other names of dtypes, `type`,
+    `detach`, `contiguous`, `pin_memory`. Else it says what to do instead: `gathered()` first.
 
     Raises:
         TypeError: no list of tensors.
@@ -92,9 +98,40 @@ class Scattered:
     def dtype(self) -> torch.dtype:
         return self._slices[0].dtype
 
+    @property
+    def device(self) -> torch.device:
+        """That of the first slice, where code that moves batches wants them."""
+        return self._slices[0].device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def layout(self) -> torch.layout:
+        return torch.strided
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(part.requires_grad for part in self._slices)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.element_size()
+
     def dim(self) -> int:
         """How many dimensions it has, as `torch.Tensor.dim`."""
         return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        return self._slices[0].element_size()
 
     def size(self, dim: Optional[int] = None) -> Any:
         """The shape of the whole, or its size along `dim`, as `torch.Tensor.size`."""
@@ -102,6 +139,77 @@ class Scattered:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As `torch.Tensor.to`, so that loops which move what they get run unchanged.
+
+        To the device of the first slice, or to one of its type without a number ("cuda"): stays in
+        slices, where the wrapper wants them. To any other device: the whole as a tensor there. With
+        a dtype each slice is converted, in its place. `copy` makes copies, `non_blocking` changes
+        nothing: copies between devices never block the host.
+        """
+        device, dtype, copy, memory_format = _target_of(*args, **kwargs)
+        result: Any = self
+        if dtype not in (None, self.dtype) or memory_format is not None or copy:
+            keywords = {} if memory_format is None else {"memory_format": memory_format}
+            result = self._each(lambda part: part.to(dtype or part.dtype, copy=copy, **keywords))
+        if device is None or device == self.device:
+            return result
+        if device.index is None and device.type == self.device.type:
+            return result
+        return result.gathered(device)
+
+    def cuda(self, device: Any = None, non_blocking: bool = False) -> Any:
+        """As `to` with that GPU: slices that are on GPUs stay where they are, unless another than
+        the first one's is asked for."""
+        if device is None:
+            return self if self.is_cuda else self.gathered("cuda")
+        return self.to(parse_device(device, "device"))
+
+    def cpu(self) -> torch.Tensor:
+        """The whole as a tensor on the host, also where the slices are there."""
+        return self.gathered("cpu")
+
+    def type(self, dtype: Optional[torch.dtype] = None) -> Any:
+        """Each slice converted, in its place; without a dtype the name of its type, as
+        `torch.Tensor.type`."""
+        return self._slices[0].type() if dtype is None else self.to(dtype)
+
+    def detach(self) -> Scattered:
+        return self._each(torch.Tensor.detach)
+
+    def contiguous(self, memory_format: Any = torch.contiguous_format) -> Scattered:
+        return self._each(lambda part: part.contiguous(memory_format=memory_format))
+
+    def pin_memory(self, device: Any = None) -> Scattered:
+        """Itself: it is where it is to go."""
+        return self
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Scattered:
+        return Scattered(
+            [change(part) for part in self.slices], self.cut_dim, self.output_device
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        dtype = _CONVERSIONS.get(name)
+        if dtype is not None:
+            return functools.partial(self.to, dtype)
+        if hasattr(torch.Tensor, name) and not name.startswith("__"):
+            raise AttributeError(_advice(f"has no {name!r}"))
+        raise AttributeError(f"'Scattered' object has no attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        name = getattr(function, "__name__", str(function))
+        raise TypeError(_advice(f"cannot be given to {name}()"))
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise TypeError(_advice("cannot be indexed"))
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(_advice("cannot be iterated over"))
 
     def gathered(self, device: Any = None) -> torch.Tensor:
         """The whole on one device: `device`, or `output_device`. New memory, unless there is but
@@ -130,6 +238,54 @@ class Scattered:
             f"Scattered(shape={tuple(self.shape)}, dtype={self.dtype}, sizes={self.sizes}, "
             f"devices=[{_listed(self.devices)}])"
         )
+
+
+_CONVERSIONS = {
+    "bfloat16": torch.bfloat16,
+    "bool": torch.bool,
+    "double": torch.float64,
+    "float": torch.float32,
+    "half": torch.float16,
+    "int": torch.int32,
+    "long": torch.int64,
+}
+
+
+def _advice(problem: str) -> str:
+    return (
+        f"a fastdp.Scattered {problem}: it lies in slices on the replicas' devices, for "
+        "dp(...) to take. gathered() gives the whole as a tensor; prefetch(..., scatter=[...]) "
+        "names the items of a batch that are to be cut"
+    )
+
+
+def _target_of(
+    first: Any = None,
+    second: Any = None,
+    *flags: Any,
+    device: Any = None,
+    dtype: Optional[torch.dtype] = None,
+    other: Optional[torch.Tensor] = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: Any = None,
+) -> Tuple[Optional[torch.device], Optional[torch.dtype], bool, Any]:
+    """(device, dtype, copy, memory_format) of the arguments of a `to`: to(dtype), to(other) or
+    to(device, dtype), then non_blocking and copy."""
+    other = first if isinstance(first, torch.Tensor) else other
+    if other is not None:
+        device, dtype, rest = other.device, other.dtype, (second, *flags)
+    elif isinstance(first, torch.dtype):
+        dtype, rest = first, (second, *flags)
+    else:
+        device = device if first is None else first
+        dtype, rest = dtype if second is None else second, flags
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}: it must be a torch.dtype")
+    if device is not None:
+        any_gpu = str(device) == "cuda"  # whichever is the first slice's
+        device = torch.device("cuda") if any_gpu else parse_device(device, "device")
+    return device, dtype, copy or (len(rest) > 1 and bool(rest[1])), memory_format
 
 
 def _listed(devices: Sequence[torch.device]) -> str:

@@ -161,3 +161,107 @@ class Twice(nn.Module):
 def test_a_wrapper_in_a_wrapper():
     dp = fastdp.DataParallel(Twice(), ["cpu"] * 2)
     same(dp(scattered(ints(4, 3), [1, 3])), dp.module.inner.module(ints(4, 3)))
+
+
+# What loops ask of an item of a batch.
+
+
+def test_it_is_described_as_the_tensor_is():
+    whole = ints(5, 3, 2).float()
+    cut = scattered(whole, [2, 3])
+    for name in ("shape", "dtype", "device", "is_cuda", "layout", "requires_grad", "ndim", "nbytes"):
+        assert getattr(cut, name) == getattr(whole, name), name
+    for name in ("size", "dim", "numel", "element_size", "type"):
+        assert getattr(cut, name)() == getattr(whole, name)(), name
+    assert scattered(whole.requires_grad_(), [2, 3]).requires_grad
+
+
+def test_to_where_it_is_leaves_it_in_slices(fast):
+    parts = [torch.ones(2, 3, device=fast.device(rank)) for rank in range(2)]
+    cut = Scattered(parts)
+    home = fast.device(0)
+    assert cut.to(home) is cut and cut.to(str(home)) is cut and cut.to(device=home) is cut
+    assert cut.to(home, non_blocking=True) is cut and cut.to() is cut
+    assert cut.to(home.type) is cut and cut.to(torch.device(home.type)) is cut
+    assert cut.to(cut.dtype) is cut and cut.to(torch.empty(0, device=home)) is cut
+    assert cut.pin_memory() is cut
+    if home.type == "cuda":
+        assert cut.cuda() is cut and cut.cuda(0) is cut and cut.cuda(0, non_blocking=True) is cut
+        other = torch.device("cuda", torch.cuda.device_count() - 1)
+        if other != home:
+            same(cut.to(other), torch.ones(4, 3, device=other))
+            same(cut.cuda(other.index), torch.ones(4, 3, device=other))
+        same(cut.to("cpu"), torch.ones(4, 3))
+        same(cut.to("cpu", torch.float64), torch.ones(4, 3).double())
+    elif not torch.cuda.is_available():
+        for move in (cut.cuda, lambda: cut.to("cuda"), lambda: cut.to("cuda:0")):
+            with pytest.raises(ValueError, match="torch sees no CUDA device here"):
+                move()
+    same(cut.cpu(), torch.ones(4, 3))
+    assert isinstance(cut.cpu(), torch.Tensor)
+
+
+CONVERSIONS = ("bfloat16", "bool", "double", "float", "half", "int", "long")
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversions_keep_the_slices(name):
+    whole = ints(5, 3)
+    cut = scattered(whole, [2, 3])
+    wanted = getattr(whole, name)()
+    found = [getattr(cut, name)(), cut.to(wanted.dtype), cut.to("cpu", wanted.dtype)]
+    found += [cut.to(dtype=wanted.dtype), cut.type(wanted.dtype), cut.to(wanted)]
+    for each in found:
+        assert isinstance(each, Scattered) and each.sizes == (2, 3) and each.dtype == wanted.dtype
+        same(each.gathered(), wanted)
+
+
+def test_copies_and_layouts():
+    whole = ints(4, 2, 3, 3)
+    cut = scattered(whole, [1, 3])
+    for made in (cut.to(torch.float64, copy=True), cut.to("cpu", None, False, True)):
+        assert made is not cut and made.slices[0].data_ptr() != cut.slices[0].data_ptr()
+        same(made.gathered(), whole)
+    last = cut.to(memory_format=torch.channels_last)
+    assert all(part.is_contiguous(memory_format=torch.channels_last) for part in last.slices)
+    assert all(part.is_contiguous() for part in last.contiguous().slices)
+    assert not scattered(whole.requires_grad_(), [1, 3]).detach().requires_grad
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda cut: cut.mean(),
+        lambda cut: cut.view(-1),
+        lambda cut: cut.T,
+        lambda cut: cut[0],
+        lambda cut: list(cut),
+        lambda cut: torch.relu(cut),
+        lambda cut: torch.add(torch.ones(5, 3).double(), cut),
+        lambda cut: nn.functional.cross_entropy(cut, cut),
+    ],
+    ids=["mean", "view", "T", "index", "iterate", "function", "sum", "loss"],
+)
+def test_all_else_says_what_to_do(act):
+    with pytest.raises((AttributeError, TypeError), match=r"a fastdp.Scattered .* gathered\(\)"):
+        act(scattered(ints(5, 3), [2, 3]))
+
+
+def test_names_that_no_tensor_has():
+    cut = scattered(ints(5, 3), [2, 3])
+    with pytest.raises(AttributeError, match="^'Scattered' object has no attribute 'nonsense'$"):
+        cut.nonsense
+    assert not hasattr(cut, "mean") and not hasattr(cut, "__array__") and hasattr(cut, "to")
+    with pytest.raises(TypeError, match="dtype is 'half': it must be a torch.dtype"):
+        cut.to("cpu", "half")
+    with pytest.raises(TypeError, match="unsupported operand"):
+        cut + 1
+
+
+def test_a_loop_that_moves_what_it_gets():
+    dp, twin = fastdp.DataParallel(linear(), ["cpu", "cpu"]), linear()
+    batches = [ints(5, 3, seed=seed) for seed in range(3)]
+    for batch, x in zip(batches, fastdp.prefetch(batches, dp)):
+        x = x.to("cpu", non_blocking=True).double()
+        assert isinstance(x, Scattered)
+        same(dp(x), twin(batch))
