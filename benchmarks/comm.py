@@ -14,6 +14,8 @@ On the host a call is over when it returns: both times are the wall's.
 
 The last verbs move the 161 parameters of a ResNet-50 (width 64: 102 MB; 32: 28 MB) as one bucket,
 as a forward and a backward do. The kernels alone: benchmarks/kernels.c.
+
+All of it takes about a minute on two GPUs. --json is written after each verb and size.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import sys
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
@@ -31,7 +34,7 @@ from torch.nn.parallel import comm as torch_comm
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from clocks import Clock, HostClock, Timing  # noqa: E402
-from measure import machine  # noqa: E402
+from measure import keep, machine_of  # noqa: E402
 
 from fastdp import _C, comm  # noqa: E402
 
@@ -291,7 +294,9 @@ def parse_size(text: str) -> int:
 
 
 def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", default="0,1", help="such as 0,1 or 0,0; the first is home")
     parser.add_argument("--verbs", default=",".join([*VERBS, *BUCKETS]))
     parser.add_argument("--sizes", default=SIZES, help=f"of the plain verbs (default {SIZES})")
@@ -320,18 +325,26 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     args = parse(arguments)
     devices = args.devices
-    where = machine()
+    where = machine_of(devices)
     clock: Any = HostClock()
     if _are_gpus(devices):
         if not torch.cuda.is_available():
             raise SystemExit("there is no GPU here; --devices cpu,cpu tries the script")
         torch.cuda.set_device(devices[0])
-        where["gpu"] = torch.cuda.get_device_name(devices[0])
         clock = Clock(devices)
     numbers = tuple((2, d.index) if d.type == "cuda" else (1, 0) for d in devices)  # by DLPack
     where["transport"], where["since"] = _C.transport(numbers, None)
     print(json.dumps(where))
     rows: List[Dict[str, Any]] = []
+    given = sys.argv[1:] if arguments is None else arguments
+    found = {
+        "benchmark": "comm",
+        "command": shlex.join(["python", "benchmarks/comm.py", *given]),
+        "machine": where,
+        "devices": [d.index if d.type == "cuda" else "cpu" for d in devices],
+        "rows": rows,
+        "bars": [],
+    }
     for verb in args.verbs:
         make = VERBS.get(verb) or BUCKETS[verb]
         for size in args.sizes if verb in VERBS else WIDTHS:
@@ -340,14 +353,12 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
                 torch.cuda.empty_cache()
             show(taken)
             rows += taken
-    promised = bars(rows) if _are_distinct(devices) else []
+            found["bars"] = bars(rows) if _are_distinct(devices) else []
+            keep(args.json, found)
     print()
-    for bar in promised:
+    for bar in found["bars"]:
         word = "holds" if bar["holds"] else "FAILS"
         print(f"{word}: {bar['bar']} is {bar['measured']:.2f}, at least {bar['least']:g}")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"machine": where, "rows": rows, "bars": promised}, file, indent=1)
 
 
 if __name__ == "__main__":

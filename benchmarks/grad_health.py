@@ -106,4 +106,4 @@ COSTS = [
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(main(__doc__, COSTS, BARS))
+    sys.exit(main(__doc__, COSTS, BARS, devices=DEVICES))

@@ -12,6 +12,9 @@ batches staged, and ends with as many staged for nobody: the steps between are t
 Steps: ms, median of the turns, fastest and slowest; how much longer than on inputs that are there.
 Copies: GB/s with nobody computing, and of what the bare copy of the same slices from pinned memory
 reaches, all GPUs at once.
+
+What is promised of GPUs: steps on prefetched batches take at most 3 % longer than on inputs that
+are there; copies of pinned batches reach 90 % of the bare copy. Two H200: about 40 s for ResNet-50.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import itertools
 import json
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -29,13 +33,15 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+from measure import keep, machine_of  # noqa: E402
 from models import MODELS  # noqa: E402
 from rivals import Trainer, wait  # noqa: E402
-from step import chosen_model, device_of, where_it_ran  # noqa: E402
+from step import chosen_model, device_of  # noqa: E402
 
 import fastdp  # noqa: E402
 
 THERE, PREFETCH, BARE = "inputs there", "prefetch", "bare pinned copy"
+PINNED_PREFETCH = "prefetch, pinned loader"
 DISTINCT_BATCHES = 4
 
 
@@ -80,7 +86,7 @@ def loaders(batches: Sequence[torch.Tensor], dp: Any, depth: int) -> Dict[str, F
         ways["pinned loader"] = Fed(lambda: endless(pinned))
     ways[PREFETCH] = fed(batches)
     if pinned:
-        ways[f"{PREFETCH}, pinned loader"] = fed(pinned)
+        ways[PINNED_PREFETCH] = fed(pinned)
     return ways
 
 
@@ -151,6 +157,22 @@ def bare_turn(batches: Sequence[torch.Tensor], args: Any) -> float:
     return (time.perf_counter() - began) / args.steps
 
 
+def bars(found: Dict[str, Any]) -> List[Dict[str, Any]]:
+    """Of steps on all that prefetch feeds, and of copies of pinned batches."""
+    results = []
+    for row in found["steps"]:
+        if row["way"].startswith(PREFETCH):
+            name = f"steps on {row['way']}: how much longer than on inputs that are there"
+            results.append({"bar": name, "measured": row["longer"], "most": 0.03})
+    for row in found["copies"]:
+        if row["way"] == PINNED_PREFETCH:
+            name = f"copies by {row['way']}: share of the bare copy's rate"
+            results.append({"bar": name, "measured": row["of_bare"], "least": 0.9})
+    for bar in results:
+        bar["holds"] = bar.get("least", -1.0) <= bar["measured"] <= bar.get("most", 1e9)
+    return results
+
+
 def show(found: Dict[str, Any]) -> None:
     print(f"\n{found['title']}, {found['batch_mb']:.1f} MB a batch")
     print(f"{'':28}{'ms/step':>9}{'low':>9}{'high':>9}{'longer':>9}")
@@ -160,14 +182,21 @@ def show(found: Dict[str, Any]) -> None:
     print(f"{'':28}{'GB/s':>9}{'of bare':>9}")
     for row in found["copies"]:
         print(f"{row['way']:28}{row['gb_per_s']:9.2f}{100 * row['of_bare']:8.1f}%")
+    for bar in found["bars"]:
+        bound = f"at most {bar['most']:g}" if "most" in bar else f"at least {bar['least']:g}"
+        word = "holds" if bar["holds"] else "FAILS"
+        print(f"{word}: {bar['bar']} is {bar['measured']:.3f}, {bound}")
 
 
 def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", default="0,1", help="such as 0,1 or 0,0 or cpu,cpu")
     parser.add_argument("--model", default="resnet50", help="name or name:batch per replica")
     parser.add_argument("--depth", type=int, default=2, help="of prefetch")
-    parser.add_argument("--steps", type=int, default=20, help="steps in one turn")
+    parser.add_argument("--engine", default="eager", help="eager, auto or graph")
+    parser.add_argument("--steps", type=int, default=12, help="steps in one turn")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(arguments)
@@ -188,24 +217,28 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     model, home, n = MODELS[args.model], args.devices[0], len(args.devices)
     torch.manual_seed(0)
     base = model.make(home)
-    dp = fastdp.DataParallel(base, args.devices)
+    dp = fastdp.DataParallel(base, args.devices, engine=args.engine)
     host = torch.device("cpu")
     batches = [model.batch(n * args.per_replica, host) for _ in range(DISTINCT_BATCHES)]
     ways = loaders(batches, dp, args.depth)
     trainer = Trainer(model, base, dp, batches[0], "step")
     shown = [d.index if d.type == "cuda" else "cpu" for d in args.devices]
-    found = {
-        "machine": where_it_ran(args.devices),
+    given = sys.argv[1:] if arguments is None else arguments
+    found: Dict[str, Any] = {
+        "benchmark": "input",
+        "command": shlex.join(["python", "benchmarks/input.py", *given]),
+        "machine": machine_of(args.devices),
         "title": f"{args.model}, {args.per_replica} per replica, devices {shown}",
+        **{"model": args.model, "per_gpu": args.per_replica, "engine": args.engine},
+        "devices": shown,
         "batch_mb": batches[0].numel() * batches[0].element_size() / 1e6,
-        "steps": step_rows(ways, trainer, args),
         "copies": copy_rows(ways, batches, args),
     }
-    print(json.dumps(found["machine"]))
+    print(json.dumps(found["machine"]), flush=True)
+    found["steps"] = step_rows(ways, trainer, args)
+    found["bars"] = bars(found) if home.type == "cuda" else []
     show(found)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(found, file, indent=1)
+    keep(args.json, found)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,19 @@ def paragraph(text: str, hanging: str = "") -> str:
     )
 
 
+def kept(bars: Sequence[Dict[str, Any]]) -> List[str]:
+    """What of a run's promises holds, as one text or none."""
+    if not bars:
+        return []
+    failed = [bar for bar in bars if not bar["holds"]]
+    text = f"{len(bars) - len(failed)} of {len(bars)} promises hold"
+    each = []
+    for bar in failed:
+        bound = "most" if "most" in bar else "least"
+        each.append(f"{bar['bar']} is {bar['measured']:.3g} (at {bound} {bar[bound]:.3g})")
+    return [f"{text}{'; not: ' if each else ''}{'; '.join(each)}."]
+
+
 def machine_text(found: Dict[str, Any]) -> str:
     """Where a run was taken, without its day and its load."""
     words = [

@@ -17,7 +17,6 @@ import gc
 import json
 import os
 import platform
-import shlex
 import statistics
 import sys
 import time
@@ -180,6 +179,27 @@ def machine() -> Dict[str, Any]:
     }
 
 
+def machine_of(devices: Sequence[Any]) -> Dict[str, Any]:
+    """With the GPUs among some devices: torch's, "cpu", or the numbers of GPUs."""
+    import torch
+
+    where = machine()
+    if torch.device(devices[0]).type == "cuda":
+        where["gpu"] = torch.cuda.get_device_name(devices[0])
+        where["cuda"] = torch.version.cuda
+        where["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        where["cudnn"] = torch.backends.cudnn.version()
+    return where
+
+
+def keep(path: Optional[str], found: Dict[str, Any]) -> None:
+    """Written aside and renamed: a run that is killed leaves a whole file."""
+    if path:
+        with open(path + ".part", "w") as file:
+            json.dump(found, file, indent=1)
+        os.replace(path + ".part", path)
+
+
 def _cpu_model() -> str:
     try:
         with open("/proc/cpuinfo") as file:
@@ -232,14 +252,25 @@ def bar_lines(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
+def _variables() -> str:
+    """Those of the environment that a command needs to be the same."""
+    name = "FASTDP_BENCHMARK_DEVICES"
+    return f"{name}={os.environ[name]} " if name in os.environ else ""
+
+
 def as_json(
-    verdicts: Sequence[Verdict], results: Sequence[Result], found: Dict[str, Any], repeats: int
+    verdicts: Sequence[Verdict],
+    results: Sequence[Result],
+    found: Dict[str, Any],
+    repeats: int,
+    devices: Sequence[Any] = ("cpu",),
 ) -> str:
     return json.dumps(
         {
             "benchmark": os.path.splitext(os.path.basename(sys.argv[0]))[0],
-            "command": shlex.join(["python", f"benchmarks/{os.path.basename(sys.argv[0])}"]),
+            "command": f"{_variables()}python benchmarks/{os.path.basename(sys.argv[0])}",
             "machine": found,
+            "devices": list(devices),
             "repeats": repeats,
             "results": [
                 {"cost": r.cost, "way": r.way, **r.sample._asdict(), "times_fastdp": r.times_ours}
@@ -259,8 +290,9 @@ def main(
     costs: Sequence[Callable[[], Cost]],
     bars: Sequence[Bar],
     arguments: Optional[Sequence[str]] = None,
+    devices: Sequence[Any] = ("cpu",),
 ) -> int:
-    """The command line of a benchmark; gives its exit status."""
+    """The command line of a benchmark; gives its exit status. `devices`: GPUs by their numbers."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -270,7 +302,7 @@ def main(
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"argument --repeats: {options.repeats}, must be at least 1")
-    found = machine()
+    found = machine_of(devices)
     results: List[Result] = []
     makers = {}
     for make in costs:
@@ -279,7 +311,7 @@ def main(
         results += taken
     verdicts = judge(bars, makers, results, options.repeats)
     if options.json:
-        print(as_json(verdicts, results, found, options.repeats))
+        print(as_json(verdicts, results, found, options.repeats, devices))
     else:
         print(f"{machine_line(found)}\n\n{table(results)}\n\n{bar_lines(verdicts)}")
     failed = not all(verdict.holds for verdict in verdicts)

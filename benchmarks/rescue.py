@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import multiprocessing
 import os
 import sys
@@ -14,18 +13,11 @@ import threading
 import time
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
+from measure import keep
 from rivals import Devices, wait
 
 TICK_S = 0.5
 LOOK_S = 30.0
-
-
-def keep(path: Optional[str], found: Dict[str, Any]) -> None:
-    """Written aside and renamed: a run that is killed leaves a whole file."""
-    if path:
-        with open(path + ".part", "w") as file:
-            json.dump(found, file, indent=1)
-        os.replace(path + ".part", path)
 
 
 def end_children() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import os
 import time
 import traceback
@@ -211,12 +210,6 @@ def fastdp_wrap(devices: Devices, transport: str, engine: str) -> Callable[[nn.M
         options = {"engine": "graph", "compile": True}
     ids = [str(device) for device in devices]
     return lambda module: fastdp.DataParallel(module, ids, transport=transport, **options)
-
-
-def has_option(name: str) -> bool:
-    import fastdp
-
-    return name in inspect.signature(fastdp.DataParallel).parameters
 
 
 def torch_wrap(devices: Devices) -> Callable[[nn.Module], nn.Module]:

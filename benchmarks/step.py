@@ -12,17 +12,23 @@ DistributedDataParallel, in turn in one run.
 A step is forward, loss (the mean of the output), backward, and a fused optimizer on the reduced
 gradients, with zero_grad(set_to_none=True). Batches are per GPU: on one GPU listed twice, the
 replicas share its batch. "one GPU" is the bare module on one GPU's batch: the floor. fastdp runs
-with each of --engines (recorded graphs, and compiled replicas, where it has them) over each of
---transports. "silent" is fastdp's step with its communication switched off inside: what the step
-takes longer is communication not hidden. DDP runs in processes that this script starts, one per
-GPU, which take their turns too; they start and compile while the rivals of the first models warm
-up, and no turn counts before all of them are ready.
+with each of --engines over each of --transports; --alone adds fastdp on the first GPU by itself.
+--silent adds fastdp's step with its communication switched off inside: what the step takes longer
+is communication not hidden. DDP runs in processes that this script starts, one per GPU, which take
+their turns too; they start and compile while the rivals of the first model warm up, and no turn
+counts before all of them are ready.
 
-How long it takes: 20 s to start, 2 s for each turn-taking rival (--seconds), and 10 to 15 s for
-each model to warm up; compiled DDP adds 30 to 90 s, once for all models that compile together.
-Two H200: four models beside eager DDP about 2 minutes. --limit SECONDS ends the run in time: what
-was taken until then is shown and kept, as after Ctrl-C and after SIGTERM. --json is written after
-each model. benchmarks/tables.py and benchmarks/plot.py make tables and a picture of these files.
+How long it takes, reckoned for two H200: 15 s to start; each model 5 to 10 s to warm up, and 2 s
+of turns (--seconds) for each rival, 3 s where a step takes 0.2 s. Compiled DDP adds 60 to 90 s,
+once for all models that start together (--ahead), and --ddp-wait gives up on it. Four models:
+beside eager DDP 2 minutes, with compiled DDP 3 to 4; with --devices 0,0 --part backward 70 s.
+--limit SECONDS ends the run in time: what was taken until then is shown and kept, as after Ctrl-C
+and after SIGTERM. --json is written after each model; benchmarks/tables.py and benchmarks/plot.py
+make tables and a picture of such files. A rival that fails, that leaves the GPUs unusable, or that
+does not come back is left out, and the run goes on.
+
+All rivals of a model hold their memory at once; those in this process share what is free, but each
+recorded one has its own. For large batches name the rivals (--only) and use --ahead 1.
 
 Columns: ms per step, the median of the turns, the fastest and the slowest; host time, until the
 step has returned, before the GPUs are waited for; seconds for 1,000 batches of all GPUs; times
@@ -47,10 +53,11 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+import step_bars  # noqa: E402
 from contest import ONE, OURS, SILENT, Bounds, Contest, Entry, say, show, spent_s  # noqa: E402
-from measure import machine  # noqa: E402
+from measure import keep, machine_of  # noqa: E402
 from models import MODELS, STANDARD  # noqa: E402
-from rescue import Rescue, end_children, keep  # noqa: E402
+from rescue import Rescue, end_children  # noqa: E402
 from rivals import (  # noqa: E402
     ANSWER_S,
     COMPILED,
@@ -59,7 +66,6 @@ from rivals import (  # noqa: E402
     Local,
     distinct,
     fastdp_wrap,
-    has_option,
     torch_wrap,
     wire_ms,
 )
@@ -92,6 +98,10 @@ def entries_of(
             wrap = fastdp_wrap(devices, transport, engine)
             facts = {"kind": f"{OURS} {engine}", "asked_transport": transport}
             entries[title] = local(wrap, n, warmup, **facts)
+            if args.alone and transport == args.transports[0]:
+                alone = fastdp_wrap(devices[:1], transport, engine)
+                more = {**facts, "kind": facts["kind"] + step_bars.ALONE}
+                entries[title + step_bars.ALONE] = local(alone, 1, warmup, **more)
             if args.silent and transport == args.transports[0]:
                 facts["kind"] += SILENT
                 entries[title + SILENT] = local(wrap, n, warmup, silent=True, **facts)
@@ -126,11 +136,13 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--ddp", default="eager", help="eager,default,reduce-overhead or none")
     parser.add_argument("--only", default="", help="rivals by name, separated by ;")
     parser.add_argument("--silent", action="store_true", help="also without communication")
+    parser.add_argument("--alone", action="store_true", help="fastdp also on one GPU by itself")
     parser.add_argument("--seconds", type=float, default=2.0, help="of turns for each rival")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each rival")
     parser.add_argument("--steps", type=int, default=40, help="at most, in one turn")
     parser.add_argument("--warmup", type=int, default=7, help="steps where graphs are recorded")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the whole run")
+    parser.add_argument("--ddp-wait", type=float, default=ANSWER_S, help="seconds, to compile")
     parser.add_argument("--ahead", type=int, default=64, help="models whose DDP starts together")
     parser.add_argument("--port", type=int, default=29511)
     parser.add_argument("--json", metavar="FILE")
@@ -167,9 +179,7 @@ def device_of(name: str, parser: argparse.ArgumentParser) -> torch.device:
 
 
 def _engines(on_host: bool) -> List[str]:
-    if on_host:
-        return ["eager"]
-    return ["eager", "graph"] + ([COMPILED] if has_option("compile") else [])
+    return ["eager"] if on_host else ["eager", "graph"]
 
 
 def chosen_model(
@@ -181,16 +191,6 @@ def chosen_model(
     if batch and not (batch.isdigit() and int(batch) > 0):
         parser.error(f"{option}: {batch!r} is no batch size; write {name}:{MODELS[name].per_gpu}")
     return name, int(batch) if batch else MODELS[name].per_gpu
-
-
-def where_it_ran(devices: Devices) -> Dict[str, Any]:
-    where = machine()
-    if devices[0].type == "cuda":
-        where["gpu"] = torch.cuda.get_device_name(devices[0])
-        where["cuda"] = torch.version.cuda
-        where["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        where["cudnn"] = torch.backends.cudnn.version()
-    return where
 
 
 def settle(args: argparse.Namespace) -> None:
@@ -236,7 +236,7 @@ def begin_or_resume(given: Sequence[str], args: argparse.Namespace) -> Dict[str,
     return {
         "benchmark": "step",
         "command": shlex.join(["python", "benchmarks/step.py", *given]),
-        "machine": where_it_ran(args.devices),
+        "machine": machine_of(args.devices),
         "lost": [],
         "tables": [],
     }
@@ -247,7 +247,7 @@ def contest_of(
 ) -> Contest:
     title = f"{name}:{per_gpu}"
     entries = entries_of(name, per_gpu, args, k * len(args.ddp))
-    bounds = Bounds(args.rounds, args.steps, args.seconds, args.limit, ANSWER_S)
+    bounds = Bounds(args.rounds, args.steps, args.seconds, args.limit, args.ddp_wait)
     lost = {each["rival"]: each["reason"] for each in found["lost"] if each["contest"] == title}
     return Contest(title, entries, bounds, args.gpus, rescue, lost)
 
@@ -281,7 +281,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
             for contest in contests[k : k + args.ahead]:
                 contest.send_off()
         table = hold(contests[k], name, per_gpu, args)
+        table["bars"] = step_bars.bars(table)
         show(table["title"], table["rows"], table["wire"])
+        step_bars.show(table["bars"])
         found["tables"].append(table)
         keep(args.json, found)
         if not table["is_whole"]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
-from markdown import figure, grid, paragraph
+from markdown import figure, grid, kept, paragraph
+from step_bars import ALONE
 
 LABELS = {
     "mlp": "50-layer MLP, width 256",
@@ -86,6 +87,8 @@ def columns_of(lines: Sequence[Line]) -> List[str]:
 
 def title_of(name: str) -> str:
     """As it stands at the head of a column."""
+    if name.endswith(ALONE):
+        return f"{title_of(name.removesuffix(ALONE))}{ALONE}"
     for kind in (OURS, f"{DDP} compiled"):
         if name.startswith(kind + " "):
             words = name[len(kind) + 1 :].split(" ")
@@ -120,7 +123,7 @@ def ratios(lines: Sequence[Line], with_runs: bool) -> str:
     """Of each way of fastdp: how many times as long the others take; and, of several GPUs, how many
     times as many batches it takes in the same time as one GPU."""
     names = columns_of(lines)
-    ways = [name for name in names if name.startswith(OURS)]
+    ways = [name for name in names if name.startswith(OURS) and not name.endswith(ALONE)]
     others = [name for name in names if not name.startswith(OURS)]
     if ONE in others and len(set(lines[0].table["devices"])) == 1:
         others.remove(ONE)  # there it does as much
@@ -152,6 +155,7 @@ def remarks(lines: Sequence[Line]) -> List[str]:
         if not line.table["is_whole"]:
             turns = min((len(row["turns_ms"]) for row in line.table["rows"] if "step_ms" in row))
             said.append(f"- {line.label()}: the run was cut off; medians of {turns} turns or more.")
+        said += [f"- {line.label()}: {text}" for text in kept(line.table.get("bars", []))]
     return [paragraph(text, hanging="  ") for text in said]
 
 

@@ -2,7 +2,6 @@
 rivals whose times are known, and on a run that is cut off."""
 
 import json
-import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -130,26 +129,41 @@ def test_a_contest_that_is_interrupted_keeps_its_turns():
     ]
 
 
-def test_a_run_that_is_killed_has_written_what_it_had(tmp_path):
-    out = tmp_path / "out.json"
-    options = ("--devices", "cpu,cpu", "--models", "tiny,tiny:3", "--ddp", "none")
-    process = subprocess.Popen(
-        [sys.executable, str(BENCHMARKS / "step.py"), *options, "--json", str(out)]
-        + ["--seconds", "200", "--steps", "2", "--rounds", "100000"],
-        stdout=subprocess.PIPE,
+def run_patched(patch, out, *options):
+    """step.py in a process of its own, two models of three rivals, after some lines of Python."""
+    program = f"""
+import os, signal, sys, threading
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import contest, rivals, step
+{patch}
+step.main(sys.argv[1:])
+"""
+    models = ("--devices", "cpu,cpu", "--models", "tiny,tiny:3", "--ddp", "none")
+    return subprocess.run(
+        [sys.executable, "-c", program, *models, "--seconds", "0.1", "--json", str(out), *options],
+        capture_output=True,
         text=True,
+        timeout=120,
+        check=False,
     )
-    for line in process.stdout:
-        if "fastdp eager is warm" in line:
-            break
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1.0)  # some turns
-    process.send_signal(signal.SIGTERM)
-    printed = process.communicate(timeout=60)[0]
-    assert process.returncode == 130 and "tiny: interrupted" in printed
-    (table,) = json.loads(out.read_text())["tables"]
-    assert table["is_whole"] is False and len(table["rows"]) == 3
-    assert all(row["turns_ms"] for row in table["rows"])
+
+
+def test_a_run_that_is_killed_has_written_what_it_had(tmp_path):
+    patch = """
+turn, left = contest.Contest._turn, [7]
+def counted(self, name):
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGTERM)
+    left[0] -= 1
+    turn(self, name)
+contest.Contest._turn = counted
+"""
+    done = run_patched(patch, tmp_path / "out.json", "--rounds", "9")
+    assert done.returncode == 130, done.stderr
+    assert "tiny: interrupted" in done.stdout
+    (table,) = json.loads((tmp_path / "out.json").read_text())["tables"]
+    assert table["is_whole"] is False
+    assert [len(row["turns_ms"]) for row in table["rows"]] == [3, 2, 2]
 
 
 def test_the_first_error_of_a_process_ends_the_wait():
@@ -173,11 +187,8 @@ def test_the_first_error_of_a_process_ends_the_wait():
 
 def test_a_run_goes_on_in_a_new_process_without_a_rival_that_never_comes_back(tmp_path):
     """The watching thread replaces the process; the models that were done stay."""
-    program = f"""
-import sys, threading
-sys.path.insert(0, {str(BENCHMARKS)!r})
-import contest, rivals, step
-contest.TURN_S = 1.0
+    patch = """
+contest.TURN_S = 4.0
 block = rivals.Local.block
 def stuck(self, steps):
     module = self._trainer.module
@@ -185,25 +196,17 @@ def stuck(self, steps):
         threading.Event().wait(60)
     return block(self, steps)
 rivals.Local.block = stuck
-step.main(sys.argv[1:])
 """
     out = tmp_path / "out.json"
-    options = ["--devices", "cpu,cpu", "--models", "tiny,tiny:3", "--ddp", "none", "--rounds", "2"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *options, "--seconds", "0.1", "--json", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_patched(patch, out, "--rounds", "2")
     assert done.returncode == 0, done.stderr
     assert "in stuck" in done.stderr  # where it hung
-    assert "tiny:3: fastdp eager spoiled the process (no answer in 1 s)" in done.stdout
+    assert "tiny:3: fastdp eager spoiled the process (no answer in 4 s)" in done.stdout
     found = json.loads(out.read_text())
     assert "--resume" not in found["command"]
     first, second = ([row["rival"] for row in each["rows"]] for each in found["tables"])
     assert first == second == ["one GPU", "torch DP", "fastdp eager"]
-    assert found["tables"][1]["rows"][2]["failed"] == "no answer in 1 s"
+    assert found["tables"][1]["rows"][2]["failed"] == "no answer in 4 s"
     assert "step_ms" in found["tables"][0]["rows"][2]
 
 
@@ -235,7 +238,7 @@ MACHINE = {
 
 
 def row(rival, step_ms, gpus=2):
-    batches = 1 if rival == "one GPU" else gpus
+    batches = 1 if rival.endswith("one GPU") else gpus
     spent = {"step_ms": step_ms, "s_per_1000_batches": step_ms * gpus / batches}
     return {"rival": rival, **spent, "turns_ms": [step_ms] * 7}
 
@@ -317,6 +320,81 @@ def test_remarks():
     assert "`eager`: communication that is not hidden takes 0.30 ms, 1.5 % of the step." in text
     assert "the median of 2 to 7 turns" in text
     assert "(64): the run was cut off; medians of 2 turns or more." in text
+
+
+def test_promises_of_steps():
+    import step_bars
+
+    alone = {"fastdp graph, one GPU": 8.0, "DDP compiled reduce-overhead": 7.0}
+    found = table("mlp", 64, EAGER | alone)
+    assert [(b["bar"], b["measured"], b["holds"]) for b in step_bars.bars(found)] == [
+        ("torch DP over fastdp eager", 2.0, True),
+        ("DDP over fastdp graph", 1.5, False),
+        ("fastdp graph, one GPU over fastdp graph", 1.0, True),
+        ("DDP compiled reduce-overhead over fastdp graph", 0.875, False),
+    ]
+    assert step_bars.bars(table("mlp", 65, EAGER)) == []
+    assert step_bars.bars(table("mlp", 64, EAGER, devices=("cpu", "cpu"))) == []
+    shared = table("mlp", 64, EAGER, devices=(0, 0), part="backward")
+    assert [bar["holds"] for bar in step_bars.bars(shared)] == [True, False]
+    bound = table("gpt2", 32, EAGER)
+    bound["rows"][2]["not_hidden_share"] = 0.021
+    assert step_bars.bars(bound)[-1] == {
+        **{"bar": "communication of fastdp eager that is not hidden", "measured": 0.021},
+        **{"most": 0.02, "holds": False},
+    }
+    found["bars"] = step_bars.bars(found)
+    text = " ".join(tables.render([run_of(found)]).split())
+    assert "2 of 4 promises hold; not: DDP over fastdp graph is 1.5 (at least 4.5); DDP" in text
+    assert "| fastdp, `graph`, one GPU |" in text
+    assert text.count("| fastdp, `graph`, one GPU |") == 1  # with the times, not with the ratios
+
+
+def test_moves_and_feeds_as_tables():
+    def moved(verb, size_bytes, way, us):
+        return {"verb": verb, "size_bytes": size_bytes, "way": way, "device_us": us}
+
+    bar = {"bar": "a sum", "measured": 0.8, "least": 1, "holds": False}
+    comm = {
+        **{"benchmark": "comm", "command": "python benchmarks/comm.py", "devices": [0, 1]},
+        "machine": {**MACHINE, "date": "2026-11-30", "transport": "peer"},
+        "rows": [
+            moved("reduce_add", 4096, "fastdp", 8.25),
+            moved("reduce_add", 2**20, "fastdp", 10.0),
+            {"verb": "reduce_add", "size_bytes": 4096, "way": "NCCL", "failed": "no"},
+            moved("bucket reduce, 161 tensors", 2**25, "fastdp", 123.0),
+        ],
+        "bars": [bar],
+    }
+    fed = {
+        **{"benchmark": "input", "command": "python benchmarks/input.py", "devices": [0, 1]},
+        **{"machine": comm["machine"], "title": "resnet50", "engine": "eager", "batch_mb": 154.1},
+        **{"model": "resnet50", "per_gpu": 128, "bars": [bar | {"holds": True}]},
+        "steps": [{"way": "prefetch", "step_ms": 44.0, "longer": 0.021}],
+        "copies": [{"way": "prefetch", "gb_per_s": 90.0, "of_bare": 0.91}],
+    }
+    health = {
+        **{"benchmark": "grad_health", "command": "python benchmarks/grad_health.py"},
+        **{"machine": comm["machine"], "devices": [0, 1]},
+        "results": [{"cost": "norm", "way": "torch", "median_us": 50.0, "times_fastdp": 2.0}],
+    }
+    older = {**comm, "rows": [], "machine": {**comm["machine"], "date": "2026-11-29"}}
+    text = tables.render([older, comm, fed, health])
+    assert rows_of(text) == [
+        ["us on the GPUs", "way", "4 KB", "1 MB"],
+        ["sum of all GPUs' tensors", "fastdp", "8.25", "10.0"],
+        ["NCCL", "failed", "–"],
+        ["us on the GPUs", "way", "32 MB"],
+        ["bucket reduce, 161 tensors", "fastdp", "123"],
+        ["Step, inputs from", "ms", "longer"],
+        ["prefetch", "44.0", "2.1 %"],
+        ["Copies with nobody computing", "GB/s", "of bare"],
+        ["prefetch", "90.0", "91 %"],
+        ["cost", "way", "median, us", "times fastdp"],
+        ["norm", "torch", "50.0", "2.00"],
+    ]
+    assert "0 of 1 promises hold; not: a sum is 0.8 (at least 1)." in text
+    assert "1 of 1 promises hold." in text and "by transport `peer`:" in text
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,9 @@ def test_step_defaults_by_devices():
         *("fastdp eager peer", "fastdp eager peer, silent", "fastdp eager nccl"),
     ]
     assert rivals["one GPU"].batches == 1 and rivals["torch DP"].batches == 2
+    alone = script.parse(["--alone", "--engines", "graph", "--ddp", "none"])
+    own = script.entries_of("mlp", 64, alone)["fastdp graph, one GPU"]
+    assert own.batches == 1 and own.warmup == alone.warmup
     backward = script.entries_of("mlp", 64, script.parse(["--part", "backward"]))
     assert "DDP" not in backward
 
@@ -302,6 +305,7 @@ def test_input_races_ways_to_feed_a_step(tmp_path):
     options = ("--devices", "cpu,cpu", "--model", "tiny:6", "--steps", "2", "--rounds", "2")
     found, out = tables(tmp_path, "input.py", *options)
     assert found["title"] == "tiny, 6 per replica, devices ['cpu', 'cpu']"
+    assert found["benchmark"] == "input" and found["bars"] == []
     assert found["batch_mb"] == 12 * 8 * 4 / 1e6
     assert [row["way"] for row in found["steps"]][:2] == ["inputs there", "pageable loader"]
     assert "prefetch" in [row["way"] for row in found["steps"]]
@@ -312,6 +316,21 @@ def test_input_races_ways_to_feed_a_step(tmp_path):
     assert [row["way"] for row in found["copies"]][:2] == ["bare pinned copy", "prefetch"]
     for row in found["copies"]:
         assert row["of_bare"] == pytest.approx(row["gb_per_s"] / found["copies"][0]["gb_per_s"])
+
+
+def test_input_bars():
+    import input as script
+
+    steps = {"inputs there": 0.0, "pageable loader": 0.5, "prefetch": 0.031}
+    copies = {"prefetch": 0.2, "prefetch, pinned loader": 0.9}
+    found = {
+        "steps": [{"way": way, "longer": longer} for way, longer in steps.items()],
+        "copies": [{"way": way, "of_bare": share} for way, share in copies.items()],
+    }
+    assert [(bar["measured"], bar["holds"]) for bar in script.bars(found)] == [
+        (0.031, False),
+        (0.9, True),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""What fastdp's steps must reach beside other rivals of one run of benchmarks/step.py."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, NamedTuple, Sequence
+
+ALONE = ", one GPU"
+
+
+class Bar(NamedTuple):
+    """`rival` takes at least `factor` times as long as `ours`, by model with its batch."""
+
+    ours: str
+    rival: str
+    factors: Dict[str, float]
+
+
+EAGER, GRAPH, TORCH, DDP = "fastdp eager", "fastdp graph", "torch DP", "DDP"
+SIZES = ("mlp:64", "resnet18:16", "resnet50:128", "gpt2:8")
+
+
+def _each(*factors: float) -> Dict[str, float]:
+    return dict(zip(SIZES, factors))
+
+
+# Two replicas on one GPU, forward and backward.
+SHARED = (
+    Bar(EAGER, TORCH, _each(1.7, 3.3, 3.8, 3.3)),
+    Bar(GRAPH, TORCH, _each(5.5, 14, 5.2, 5.3)),
+)
+# Two GPUs, whole steps.
+APART = (
+    Bar(EAGER, TORCH, _each(1.9, 3.6, 3.1, 3.1)),
+    Bar(EAGER, DDP, {"resnet50:512": 1 / 1.01, "gpt2:32": 1 / 1.06}),
+    Bar(GRAPH, DDP, {**_each(4.5, 4.2, 1.22, 1.4), "resnet50:512": 1.0, "gpt2:32": 1 / 1.03}),
+    Bar(GRAPH, GRAPH + ALONE, _each(*[1 / 1.03] * 4)),
+    Bar(GRAPH, "DDP compiled reduce-overhead", {"mlp:64": 1.0, "resnet18:16": 1.0}),
+)
+# Of a step that is bound by compute.
+NOT_HIDDEN, COMPUTE_BOUND = 0.02, ("resnet50:512", "gpt2:32")
+
+
+def bars(table: Dict[str, Any]) -> List[Dict[str, Any]]:
+    """Those of which both rivals ran, with what was measured."""
+    rows = {row["rival"]: row for row in table["rows"] if "step_ms" in row}
+    model = f"{table['model']}:{table['per_gpu']}"
+    devices, part = table["devices"], table["part"]
+    promised: Sequence[Bar] = ()
+    if len(devices) == 2 and "cpu" not in devices:
+        gpus = len(set(devices))
+        promised = {(1, "backward"): SHARED, (2, "step"): APART}.get((gpus, part), ())
+    results = []
+    for bar in promised:
+        least = bar.factors.get(model)
+        if least is not None and bar.ours in rows and bar.rival in rows:
+            measured = rows[bar.rival]["step_ms"] / rows[bar.ours]["step_ms"]
+            name = f"{bar.rival} over {bar.ours}"
+            holds = measured >= least
+            results.append({"bar": name, "measured": measured, "least": least, "holds": holds})
+    for name, row in rows.items():
+        if model in COMPUTE_BOUND and promised is APART and "not_hidden_share" in row:
+            share = row["not_hidden_share"]
+            head = {"bar": f"communication of {name} that is not hidden", "measured": share}
+            results.append({**head, "most": NOT_HIDDEN, "holds": share <= NOT_HIDDEN})
+    return results
+
+
+def show(results: Sequence[Dict[str, Any]]) -> None:
+    for bar in results:
+        bound = f"at most {bar['most']:.3g}" if "most" in bar else f"at least {bar['least']:.3g}"
+        word = "holds" if bar["holds"] else "FAILS"
+        print(f"{word}: {bar['bar']} is {bar['measured']:.3f}, {bound}", flush=True)
