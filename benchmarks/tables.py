@@ -25,6 +25,7 @@ from markdown import runs  # noqa: E402
 
 ROOT = HERE.parent
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
+PICTURE = "![The times of these steps as bars](docs/steps.svg)"  # by benchmarks/plot.py
 # Benchmark, as its JSON names it -> the parts of its tables from all of its runs.
 RENDERERS: Dict[str, Callable[[Sequence[Dict[str, Any]]], List[str]]] = {
     "step": step_tables.render,
@@ -59,7 +60,8 @@ def render(files: Sequence[Dict[str, Any]]) -> str:
     for benchmark, renderer in RENDERERS.items():
         own = [found for found in files if found["benchmark"] == benchmark]
         if own:
-            parts += [*renderer(own), *runs(own)]
+            picture = [PICTURE] if benchmark == "step" else []
+            parts += [*picture, *renderer(own), *runs(own)]
     return "\n\n".join(parts)
 
 
