@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, Callable, Iterable, Tuple
+from typing import Any, Callable, Iterable, List, Tuple
 
 import torch
 
@@ -79,3 +79,15 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
 def with_items(tree: Any, items: Iterable[Any]) -> Any:
     """A tuple, named tuple or list of the same type with other items."""
     return type(tree)._make(items) if is_namedtuple(tree) else type(tree)(items)
+
+
+def tensors_of(tree: Any) -> List[torch.Tensor]:
+    """The tensors of a tree, in order."""
+    found: List[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(tree, note)
+    return found

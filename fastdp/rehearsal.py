@@ -6,7 +6,6 @@ parameters fake."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -15,6 +14,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
 from . import _torch_compat
+from .containers import tensors_of
 from .fresh_replicas import fresh_replicas
 from .ledger import Ledger
 from .marks import Replicated
@@ -292,19 +292,6 @@ def map_tensors(tree: Any, change: Callable[[Any], Any]) -> Any:
         return leaf
 
     return tree_map(at, tree)
-
-
-def tensors_of(output: Any) -> List[torch.Tensor]:
-    """The tensors of an output, as gather finds them."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
-        output = [getattr(output, field.name, None) for field in dataclasses.fields(output)]
-    if isinstance(output, dict):
-        output = list(output.values())
-    if isinstance(output, (tuple, list)):
-        return [tensor for item in output for tensor in tensors_of(item)]
-    return []
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from . import captures
+from .balance import Balance
 from .deadlines import Deadline
 from .devices import parse_devices
 from .replicas import Lease, Replicator
@@ -44,6 +45,7 @@ class Runtime:
         self.teams = Teams()
         self.replicator = Replicator(module, devices, *options, weak=weak)
         self.surprises = Surprises()
+        self.balance = Balance(devices)
         self._module = weakref.ref(module)
         self._open = threading.local()
         self._engine: Any = None

@@ -19,7 +19,8 @@ _MAX_SAID = 64
 
 
 class DataParallelWarning(UserWarning):
-    """Of inputs that are not cut as one may think, and of replicas without work.
+    """Of inputs that are not cut as one may think, of replicas without work, and of memory that the
+    first GPU alone holds.
 
     To silence: `warnings.filterwarnings("ignore", category=fastdp.DataParallelWarning)`.
     """
@@ -65,6 +66,11 @@ class Surprises:
     def idle(self, used: int, replicas: int, batch: int) -> None:
         if self._is_new(None):
             self._warn(None, f"a batch of {batch} gave work to {used} of {replicas} replicas only")
+
+    def uneven(self, text: str) -> None:
+        """What balance.py says of the first GPU's memory."""
+        if self._is_new("memory"):
+            self._warn("memory", text)
 
     def _is_new(self, key: Any) -> bool:
         return key not in self._said and len(self._said) < _MAX_SAID

@@ -250,10 +250,15 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
                 )
 
             if self._fastdp_engine == "eager":
-                return eager()
-            return self._fastdp_get_engine().forward(
-                self.module, rows, named, self.dim, obstacle, eager, whole
-            )
+                outputs = eager()
+            else:
+                outputs = self._fastdp_get_engine().forward(
+                    self.module, rows, named, self.dim, obstacle, eager, whole
+                )
+            if len(self.device_ids) > 1:
+                runtime = self._fastdp_get_runtime()
+                runtime.balance.look(self.module, outputs, runtime.surprises)
+            return outputs
 
     def _fastdp_get_engine(self) -> Any:
         return self._fastdp_get_runtime().engine_of(environment.engine(self._fastdp_engine))
