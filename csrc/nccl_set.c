@@ -23,6 +23,7 @@ struct fdp_nccl_set {
   fdp_event *last_uses[FDP_NCCL_MAX_SEATS]; /* recorded after each group */
   bool is_held[FDP_NCCL_MAX_SEATS]; /* the event is its lane's: its next group waits for it */
   bool is_connected[FDP_NCCL_MAX_SEATS]; /* with this one as home */
+  bool is_stuck; /* a device did not finish while it was connected */
 };
 
 /* A job on a whole set, with copies of all that it reaches. */
@@ -231,12 +232,13 @@ void fdp_nccl_set_close(fdp_nccl_set *set, bool aborts, int64_t timeout_ms) {
   set_job *job = job_open(set, aborts ? "aborting on" : "closing on",
                           aborts ? run_abort : run_destroy, 0);
   fdp_status status = job ? job_finish(job, timeout_ms, NULL) : FDP_OUT_OF_MEMORY;
-  if (status == FDP_OK) {
+  if (status == FDP_OK && !set->is_stuck) {
     drop(set);
     return;
   }
   /* What the hardware may still work on is not freed: that would wait for it, for ever. */
-  fdp_log(FDP_LOG_WARNING, "%s", fdp_last_message());
+  fdp_log(FDP_LOG_WARNING, "%s", status == FDP_OK ? "nccl: communicators of a device that did not "
+          "finish are aborted, and their streams left" : fdp_last_message());
   free(set);
 }
 
@@ -345,7 +347,9 @@ fdp_status fdp_nccl_set_connect(fdp_nccl_set *set, const fdp_nccl_set *before, i
   }
   for (int32_t i = 0; i < set->count; ++i) {
     fdp_device *device = set->devices[i];
-    FDP_TRY(device->ops->event_synchronize(device, set->last_uses[i], timeout_ms, NULL));
+    status = device->ops->event_synchronize(device, set->last_uses[i], timeout_ms, NULL);
+    set->is_stuck = status == FDP_TIMED_OUT;
+    if (status != FDP_OK) goto done;
   }
   FDP_TRY(fdp_nccl_set_check(set));
   set->is_connected[home] = true;

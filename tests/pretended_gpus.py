@@ -106,8 +106,8 @@ class Gpus:
             make(communication, devices, beside)
             communication.home = GPUS[0]
 
-        def placed_set(replica_set, tree, root, devices):
-            make_set(replica_set, tree, root, devices)
+        def placed_set(replica_set, tree, root, devices, *rest):
+            make_set(replica_set, tree, root, devices, *rest)
             replica_set._devices = GPUS
             replica_set._gates = [awaited.make_gate(device) for device in GPUS]
 

@@ -14,11 +14,12 @@ static fdp_stream *home_compute(const caller *own) { return own->compute[MAX_REP
 
 static fdp_stream *home_beside(const caller *own) { return own->beside[MAX_REPLICAS]; }
 
-/* No call waits longer than one deadline, however many devices it waits for. */
+/* No call waits longer than one deadline, however many devices it waits for, but for NCCL's own when
+ * that makes connections. */
 static void check_deadline(caller *own, const char *verb) {
   run *in = own->run;
   int64_t lost_ms = sim_lost_ms(in->world) - own->lost_ms;
-  if (lost_ms > DEADLINE_MS) {
+  if (lost_ms > DEADLINE_MS + (in->has_nccl ? FDP_NCCL_TIMEOUT_MS : 0)) {
     sim_report(in->world, "%s waited %lld ms for a device that never finishes", verb,
                (long long)lost_ms);
   }
@@ -32,7 +33,7 @@ static bool works(caller *own, fdp_status status, const char *verb) {
   if (status == FDP_OK) return true;
   if (!*fdp_last_message()) sim_report(in->world, "%s failed without a message", verb);
   if (status == FDP_TIMED_OUT && sim_is_stalled(in->world)) return false;
-  if (status == FDP_UNSUPPORTED && in->has_nccl && in->armed_count > 0) {
+  if (status == FDP_UNSUPPORTED && in->has_nccl && (in->armed_count > 0 || in->stalls)) {
     in->is_refused = true; /* what broke while communicators were made is not tried again */
     return false;
   }

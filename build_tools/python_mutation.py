@@ -1,0 +1,196 @@
+"""The proof that the tests see a wait that is missing in Python: every call in fastdp/*.py that waits,
+records, synchronises or keeps alive is found by parsing the source, left out alone in a copy of the
+package, and the tests that should notice are run on that. A mutant that they let pass is a survivor:
+the exit status is the number of survivors.
+
+    python build_tools/python_mutation.py [--list] [--file NAME] [--only NUMBER ...]
+
+Needs a fastdp that is built in place (`python setup.py build_ext --inplace`), and pytest. Some
+seconds for each call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# Methods and functions, by the last part of the name that is called.
+CALLS = {
+    "record": "records",
+    "mark": "records",
+    "wait_event": "waits",
+    "wait_stream": "waits",
+    "wait_for": "waits",
+    "begin": "waits",
+    "deliver": "waits",
+    "in_backward": "waits",
+    "_ordered": "waits",
+    "_beside": "waits",
+    "around": "waits",
+    "close": "waits",
+    "check": "waits",
+    "synchronize": "synchronises",
+    "query": "synchronises",
+    "hold_pinned": "keeps alive",
+    "record_stream": "keeps alive",
+    "_retire": "keeps alive",
+    "_release": "keeps alive",
+    "append": "keeps alive",
+}
+# In which files, and by which tests a call that is left out there has to be noticed. `append` and
+# `close` are many things elsewhere: they count where these names stand behind the file.
+FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
+    "streams.py": (("tests/test_orders.py", "tests/test_pretended_gpus.py"), ("append",)),
+    "awaited.py": (("tests/test_orders.py", "tests/test_pretended_gpus.py"), ()),
+    "plans.py": (("tests/test_orders.py",), ()),
+    "replicas.py": (("tests/test_orders.py",), ()),
+    "replica_sets.py": (("tests/test_orders.py",), ("close",)),
+    "functions.py": (("tests/test_orders.py",), ()),
+    "copies.py": (("tests/test_orders.py",), ()),
+    "deadlines.py": (("tests/test_deadlines.py",), ("close", "append")),
+    "witness.py": (("tests/test_witness.py", "tests/test_orders.py"), ("append",)),
+}
+
+
+class Site(NamedTuple):
+    file: str
+    line: int
+    kind: str
+    text: str
+    start: int
+    end: int
+    replacement: str
+
+
+def offsets(source: str) -> List[int]:
+    """Where each line begins, in bytes as `ast` counts them."""
+    starts = [0]
+    for line in source.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    return starts
+
+
+def name_of(call: ast.Call) -> Optional[str]:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else None
+
+
+def instead(tree: ast.AST, call: ast.Call, name: str) -> str:
+    """What stands in place of the call, so that the rest goes on as if it had been made."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.withitem) and node.context_expr is call:
+            return "__import__('contextlib').nullcontext()"
+        if isinstance(node, ast.Expr) and node.value is call:
+            return "None"
+    return "True" if name == "query" else "__import__('contextlib').nullcontext()"
+
+
+def sites_of(path: pathlib.Path) -> List[Site]:
+    source = path.read_text()
+    tree = ast.parse(source)
+    starts = offsets(source)
+    also = FILES[path.name][1]
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = name_of(node)
+        if name not in CALLS or name in ("append", "close") and name not in also:
+            continue
+        start = starts[node.lineno - 1] + node.col_offset
+        end = starts[node.end_lineno - 1] + node.end_col_offset
+        text = " ".join(ast.unparse(node).split())
+        found.append(
+            Site(path.name, node.lineno, CALLS[name], text, start, end, instead(tree, node, name))
+        )
+    return sorted(found, key=lambda site: site.start)
+
+
+def mutate(package: pathlib.Path, site: Site) -> None:
+    source = (ROOT / "fastdp" / site.file).read_bytes()
+    changed = source[: site.start] + site.replacement.encode() + source[site.end :]
+    (package / site.file).write_bytes(changed)
+
+
+def run_tests(folder: pathlib.Path, tests: Tuple[str, ...]) -> Tuple[bool, str]:
+    """Whether they pass with the package of that folder, and what failed first."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir",
+               str(folder), "-c", str(folder / "pyproject.toml"), *(str(folder / t) for t in tests)]
+    try:
+        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True,
+                             timeout=300)
+    except subprocess.TimeoutExpired:
+        return False, "hangs"
+    lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return run.returncode == 0, (lines or run.stdout.splitlines() or [run.stderr])[0]
+
+
+def copied(folder: pathlib.Path) -> pathlib.Path:
+    for name in ("fastdp", "tests"):
+        skip = shutil.ignore_patterns("__pycache__", "build", "corpus", "c")
+        shutil.copytree(ROOT / name, folder / name, ignore=skip)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def try_site(site: Site) -> Tuple[Optional[str], float]:
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = copied(pathlib.Path(name))
+        mutate(folder / "fastdp", site)
+        passed, text = run_tests(folder, FILES[site.file][0])
+    return None if passed else text, time.monotonic() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--list", action="store_true", help="print the calls, and stop")
+    parser.add_argument("--file", help="only the calls of this file")
+    parser.add_argument("--only", type=int, nargs="+", help="only these numbers of the list")
+    chosen = parser.parse_args()
+    sites = [site for name in FILES for site in sites_of(ROOT / "fastdp" / name)]
+    print(f"{len(sites)} calls in {len(FILES)} files wait, record, synchronise or keep alive",
+          flush=True)
+    picked = [number for number, site in enumerate(sites)
+              if (not chosen.only or number in chosen.only)
+              and (not chosen.file or site.file == chosen.file)]
+    if chosen.list:
+        for number in picked:
+            site = sites[number]
+            print(f"{number}: {site.file}:{site.line}: {site.kind}: {site.text}")
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = copied(pathlib.Path(name))
+        tests = tuple(sorted({test for number in picked for test in FILES[sites[number].file][0]}))
+        passed, text = run_tests(folder, tests)
+        if not passed:
+            print(f"the tests fail without any mutant: {text}")
+            return 1
+    survivors = []
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        results = pool.map(lambda number: try_site(sites[number]), picked)
+        for number, (found, seconds) in zip(picked, results):
+            site = sites[number]
+            print(f"{number}: {site.file}:{site.line}: {site.text[:80]}: "
+                  f"{'SURVIVES' if found is None else found[:160]} ({seconds:.1f} s)", flush=True)
+            if found is None:
+                survivors.append(number)
+    print(f"{len(picked)} mutants, {len(picked) - len(survivors)} caught, survivors: {survivors}")
+    return min(len(survivors), 100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
