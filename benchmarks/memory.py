@@ -1,0 +1,378 @@
+"""Memory of training steps: what `dp.fits` estimates beside the peak that is then measured, and the
+peaks of fastdp beside one GPU, torch's DataParallel and its DistributedDataParallel.
+
+    python benchmarks/memory.py --devices 0,1                    four models
+    python benchmarks/memory.py --devices 0,1 --models gpt2:16 --json memory.json
+    python benchmarks/memory.py --devices cpu,cpu --models tiny  to try the script itself
+
+Each way runs in a process of its own (DistributedDataParallel in one for each GPU), one after the
+other, all models in it: what one leaves behind is no other's. The models and their steps are those
+of benchmarks/step.py; batches are per GPU. Peaks are torch's, of allocated and of reserved memory,
+since the model was made; "taken" is what the GPU has less than before the model, by the driver's
+count: with scratch and communicators that torch knows nothing of. MB are 2**20 bytes.
+
+Bars (--check exits with 1 where one does not hold): each estimate is within 10 % of the measured
+peak; on the first GPU fastdp's eager steps take no more than DDP's and one set of buckets.
+
+How long it takes, reckoned for two H200: 15 to 30 s for each way to start, a few seconds for each
+model: about 3 minutes for all. On the host torch counts nothing: there are estimates, no peaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+import traceback
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+from measure import keep, machine_of  # noqa: E402
+from models import MODELS, STANDARD, Model  # noqa: E402
+
+MB = 2**20
+BOUND = 0.1
+# How long a process may take for one model: the first pays for the imports, and for CUDA.
+ANSWER_S = 240.0
+
+OURS, DDP = "fastdp eager", "DDP"
+
+Chosen = Sequence[Tuple[str, int]]
+
+
+class Way:
+    """One way of training, in a process that it has for itself."""
+
+    def __init__(self, name: str, devices: Sequence[torch.device], rank: int, port: int) -> None:
+        self.name = name
+        self.all_devices = list(devices)
+        # Of this process.
+        self.devices = [devices[rank]] if name == DDP else list(devices)
+        if name == "one GPU":
+            self.devices = [devices[0]]
+        self.home = self.devices[0]
+        self.on_gpu = self.home.type == "cuda"
+        if self.on_gpu:
+            torch.cuda.init()  # torch has no statistics before
+            torch.cuda.set_device(self.home)
+        if name == DDP:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            torch.distributed.init_process_group(
+                "nccl" if self.on_gpu else "gloo", rank=rank, world_size=len(devices)
+            )
+
+    @property
+    def distinct(self) -> List[torch.device]:
+        return list(dict.fromkeys(self.devices))
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        import fastdp
+
+        ids = [str(device) for device in self.devices]
+        if self.name.startswith("fastdp"):
+            return fastdp.DataParallel(module, ids, engine=self.name.split(" ")[1])
+        if self.name == DDP:
+            return nn.parallel.DistributedDataParallel(module, [self.home] if self.on_gpu else None)
+        if self.name == "torch DP" and self.on_gpu:
+            return nn.DataParallel(module, [device.index for device in self.devices])
+        if self.name == "torch DP":
+            import torch_on_host
+
+            return torch_on_host.DataParallel(module, list(range(len(self.devices))))
+        return module
+
+    def read(self, peaks: bool) -> Dict[str, Dict[str, int]]:
+        """By device; nothing where nobody counts."""
+        found = {}
+        for device in self.distinct if self.on_gpu else []:
+            torch.cuda.synchronize(device)
+            free, total = torch.cuda.mem_get_info(device)
+            allocated, reserved = (
+                (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+                if peaks
+                else (torch.cuda.memory_allocated, torch.cuda.memory_reserved)
+            )
+            found[str(device)] = {
+                "allocated": allocated(device),
+                "reserved": reserved(device),
+                "taken": total - free,
+            }
+        return found
+
+    def forget(self) -> None:
+        gc.collect()
+        for device in self.distinct if self.on_gpu else []:
+            # Under its own device: another one's memory may not be given back.
+            with torch.cuda.device(device):
+                torch.cuda.empty_cache()
+        self.reset()
+
+    def reset(self) -> None:
+        for device in self.distinct if self.on_gpu else []:
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def _step(module: nn.Module, model: Model, optimizer: Any, batch: Any, kind: str) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    with model.precision(kind):
+        loss = module(batch).float().mean()
+    loss.backward()
+    optimizer.step()
+
+
+def _estimate(fit: Any, began: float) -> Dict[str, Any]:
+    return {
+        "seconds": round(time.perf_counter() - began, 2),
+        "fits": bool(fit),
+        "devices": {
+            name: {**row._asdict(), "peak_bytes": row.peak_bytes}
+            for name, row in fit.devices.items()
+        },
+    }
+
+
+def _measured(way: Way, estimate: Dict[str, Any]) -> Dict[str, Any]:
+    """The estimate with what was measured since."""
+    for name, figures in way.read(peaks=True).items():
+        row = estimate["devices"][name]
+        row["measured_bytes"] = figures["allocated"]
+        row["ratio"] = row["peak_bytes"] / figures["allocated"]
+    return estimate
+
+
+def train(way: Way, name: str, per_gpu: int, steps: int) -> Dict[str, Any]:
+    """One model's row: what was added to each device, and for fastdp what was estimated before."""
+    model = MODELS[name]
+    way.forget()
+    before = way.read(peaks=False)
+    torch.manual_seed(0)
+    base = model.make(way.home)
+    replicas = len(way.devices)
+    batch = model.batch(per_gpu * (1 if way.name == DDP else replicas), way.home)
+    module, optimizer = way.wrap(base), model.fused_optimizer(base)
+    kind = way.home.type
+    row: Dict[str, Any] = {"way": way.name}
+    if way.name == OURS:
+        began = time.perf_counter()
+        with model.precision(kind):
+            fit = module.fits(batch, optimizer=optimizer)
+        row["train"] = _estimate(fit, began)
+    for _ in range(steps):
+        _step(module, model, optimizer, batch, kind)
+    row["added"] = {
+        device: {key: value - before[device][key] for key, value in figures.items()}
+        for device, figures in way.read(peaks=True).items()
+    }
+    if way.name == OURS:
+        _measured(way, row["train"])
+        row["bucket_bytes"] = sum(bucket["bytes"] for bucket in module.report()["buckets"])
+        row["eval"] = _evaluate(way, module, model, batch)
+    return row
+
+
+def _evaluate(way: Way, module: Any, model: Model, batch: Any) -> Dict[str, Any]:
+    module.zero_grad(set_to_none=True)
+    module.eval()
+    with torch.no_grad(), model.precision(way.home.type):
+        began = time.perf_counter()
+        fit = module.fits(batch, mode="eval")
+        estimate = _estimate(fit, began)
+        way.reset()
+        for _ in range(3):
+            module(batch)
+    return _measured(way, estimate)
+
+
+def _process(
+    name: str,
+    devices: Sequence[torch.device],
+    rank: int,
+    models: Chosen,
+    steps: int,
+    port: int,
+    pipe: Any,
+) -> None:
+    try:
+        way = Way(name, devices, rank, port)
+        for model, per_gpu in models:
+            try:
+                pipe.send(train(way, model, per_gpu, steps))
+            except Exception as error:
+                traceback.print_exc()
+                if name == DDP:
+                    raise  # the others wait for it
+                pipe.send({"way": name, "failed": f"{type(error).__name__}: {error}"[:300]})
+        if name == DDP:
+            torch.distributed.destroy_process_group()
+    except BaseException as error:
+        pipe.send({"way": name, "failed": f"{type(error).__name__}: {error}"[:300]})
+
+
+def rows_of(
+    name: str, devices: Sequence[torch.device], models: Chosen, steps: int, port: int
+) -> List[Dict[str, Any]]:
+    """One way's row of each model. DDP's processes each know of their own GPU."""
+    context = mp.get_context("spawn")
+    ranks = len(devices) if name == DDP else 1
+    pipes, processes = [], []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_process,
+            args=(name, list(devices), rank, list(models), steps, port, theirs),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()  # so that a process that dies is seen as one
+        pipes.append(ours)
+        processes.append(process)
+    rows: List[Dict[str, Any]] = []
+    for _ in models:
+        answers = [_answer(pipe, name) for pipe in pipes]
+        failed = [answer for answer in answers if "failed" in answer]
+        row = dict(failed[0] if failed else answers[0])
+        if not failed:
+            row["added"] = {k: v for answer in answers for k, v in answer["added"].items()}
+        rows.append(row)
+        if failed and name == DDP:
+            rows += [dict(row) for _ in range(len(models) - len(rows))]
+            break
+    for process in processes:
+        process.join(20)
+        if process.is_alive():
+            process.kill()
+    return rows
+
+
+def _answer(pipe: Any, name: str) -> Dict[str, Any]:
+    if not pipe.poll(ANSWER_S):
+        return {"way": name, "failed": f"no answer in {ANSWER_S:g} s"}
+    try:
+        return pipe.recv()
+    except EOFError:
+        return {"way": name, "failed": "its process has died"}
+
+
+# What it means
+
+
+def bars_of(rows: Sequence[Dict[str, Any]], first: str) -> List[Dict[str, Any]]:
+    """The promises about one model, as far as they can be judged."""
+    found = {row["way"]: row for row in rows if "failed" not in row}
+    bars: List[Dict[str, Any]] = []
+    ours = found.get(OURS)
+    if ours is None:
+        return bars
+    for mode in ("train", "eval"):
+        for device, row in ours[mode]["devices"].items():
+            if "ratio" in row:
+                text = f"fits, {mode}, {device}: {row['ratio']:.3f} of the measured peak"
+                bars.append({"text": text, "holds": abs(row["ratio"] - 1) <= BOUND})
+    ddp = found.get(DDP)
+    if ddp is not None and first in ours["added"]:
+        for kind in ("allocated", "taken"):
+            mine, theirs = ours["added"][first][kind], ddp["added"][first][kind]
+            room = theirs + ours["bucket_bytes"]
+            text = (
+                f"{first}, {kind}: {mine / MB:.0f} MB, DDP and one set of buckets "
+                f"{theirs / MB:.0f} + {ours['bucket_bytes'] / MB:.0f} = {room / MB:.0f} MB"
+            )
+            bars.append({"text": text, "holds": mine <= room})
+    return bars
+
+
+def show(title: str, rows: Sequence[Dict[str, Any]], bars: Sequence[Dict[str, Any]]) -> None:
+    print(f"\n{title}")
+    print(f"{'':16}MB allocated, reserved, taken, for each device")
+    for row in rows:
+        if "failed" in row:
+            print(f"{row['way']:16}failed: {row['failed']}")
+            continue
+        figures = [
+            f"{device}: " + ", ".join(f"{value / MB:.0f}" for value in figures.values())
+            for device, figures in row["added"].items()
+        ]
+        print(f"{row['way']:16}{'   '.join(figures) or 'nobody counts'}")
+        for mode in ("train", "eval") if row["way"] == OURS else ():
+            for device, found in row[mode]["devices"].items():
+                measured = found.get("measured_bytes")
+                beside = "" if measured is None else f", measured {measured / MB:.1f} MB"
+                print(
+                    f"{'':16}{mode} on {device}: estimated {found['peak_bytes'] / MB:.1f} MB"
+                    f"{beside}; in {row[mode]['seconds']:.1f} s"
+                )
+    for bar in bars:
+        print(f"{'holds' if bar['holds'] else 'FAILS'}: {bar['text']}")
+    sys.stdout.flush()
+
+
+def parse(arguments: Optional[Sequence[str]]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--devices", default="0,1", help="such as 0,1 or cpu,cpu")
+    parser.add_argument("--models", default=",".join(STANDARD), help="name or name:batch per GPU")
+    parser.add_argument("--ways", default="", help="separated by , (default: all that can run)")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--port", type=int, default=29541)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--check", action="store_true", help="exit 1 where a bar does not hold")
+    args = parser.parse_args(arguments)
+    if args.steps < 1:
+        parser.error(f"--steps is {args.steps}: it must be at least 1")
+    names = args.devices.split(",")
+    if not (set(names) == {"cpu"} or all(name.isdigit() for name in names)):
+        parser.error(f"--devices: {args.devices!r} is neither numbers of GPUs nor cpu's")
+    args.devices = [torch.device("cuda", int(n)) if n.isdigit() else torch.device(n) for n in names]
+    args.models = [_chosen(entry, parser) for entry in args.models.split(",")]
+    ways = ["one GPU", "torch DP", OURS, DDP]
+    if args.devices[0].type == "cuda":
+        ways.insert(3, "fastdp graph")
+    if args.devices[0].type == "cuda" and len(set(args.devices)) < len(args.devices):
+        ways.remove(DDP)  # it wants a GPU for each process
+    args.ways = args.ways.split(",") if args.ways else ways
+    unknown = set(args.ways) - set(ways)
+    if unknown:
+        parser.error(f"--ways: {sorted(unknown)[0]!r} is not one of {', '.join(ways)}")
+    return args
+
+
+def _chosen(entry: str, parser: argparse.ArgumentParser) -> Tuple[str, int]:
+    name, _, batch = entry.partition(":")
+    if name not in MODELS:
+        parser.error(f"--models: {name!r} is not one of {', '.join(MODELS)}")
+    if batch and not (batch.isdigit() and int(batch) > 0):
+        parser.error(f"--models: {batch!r} is no batch size; write {name}:{MODELS[name].per_gpu}")
+    return name, int(batch) if batch else MODELS[name].per_gpu
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    args = parse(arguments)
+    if args.devices[0].type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("there is no GPU here; --devices cpu,cpu --models tiny tries the script")
+    by_way = [
+        rows_of(way, args.devices, args.models, args.steps, args.port) for way in args.ways
+    ]
+    tables = []
+    first = str(args.devices[0])
+    for k, (name, per_gpu) in enumerate(args.models):
+        rows = [rows[k] for rows in by_way]
+        bars = bars_of(rows, first)
+        title = f"{name}, {per_gpu} per GPU, devices {', '.join(map(str, args.devices))}"
+        show(title, rows, bars)
+        tables.append({"title": title, "model": name, "rows": rows, "bars": bars})
+    keep(args.json, {"machine": machine_of(args.devices), "tables": tables})
+    fails = [bar["text"] for table in tables for bar in table["bars"] if not bar["holds"]]
+    fails += [row["failed"] for table in tables for row in table["rows"] if "failed" in row]
+    if fails and args.check:
+        print(f"{len(fails)} do not hold or did not run", file=sys.stderr)
+    return int(bool(fails) and args.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
