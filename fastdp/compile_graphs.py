@@ -10,8 +10,9 @@ What was compiled for one device serves the others (relocation.py).
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -30,7 +31,7 @@ class Graph:
         graph: an fx.GraphModule of fixed shapes.
         inputs: what it is called with now; the replica's parameters among them.
         places: where each input stands among the module's parameters and buffers, or None.
-        plan: how these travel; None where nothing has to be waited for.
+        plan: how these travel; None where that is not known: all are waited for.
         compiles: is told of a device before anything is compiled for it.
     """
 
@@ -45,6 +46,7 @@ class Graph:
     ) -> None:
         self.ready: List[torch.device] = []
         self._compiles = compiles
+        self._waits = plan is None
         self.pieces: List[Piece] = []
         place_of = {node.name: place for node, place in zip(_inputs_of(graph), places)}
         body = None
@@ -67,6 +69,9 @@ class Graph:
 
     def __call__(self, *inputs: Any) -> Any:
         device = relocation.device_of(inputs)
+        where = current_place()
+        if self._waits and where is not None:
+            where.wait()
         if device in self.ready:
             return self._body(*inputs)
         if not is_compiling():
@@ -87,6 +92,7 @@ class Piece:
         self._runs: Dict[torch.device, Callable[..., Any]] = {}
         self._last_bucket: Tuple[Any, int] = (None, -1)  # of a plan
         self._shared: Optional[relocation.Shared] = None
+        self._strides: List[Any] = []  # of the first inputs: code is for these
 
     def __call__(self, *inputs: Any) -> Any:
         device = relocation.device_of(inputs)
@@ -113,13 +119,16 @@ class Piece:
 
     def _compile(self, device: torch.device, inputs: Sequence[Any]) -> Callable[..., Any]:
         home = next(iter(self._runs), None)
+        strides = [tensor.stride() if _is_tensor(tensor) else None for tensor in inputs]
         if home is None:
+            self._strides = strides
             if device.type != "cuda" or not self._options.is_inductor:
                 return compiled(self._options, copy.deepcopy(self._graph), inputs)
             self._shared = relocation.Shared(device)
             graph = copy.deepcopy(self._graph)
             return compiled(self._options, graph, inputs, self._shared.note)
-        if self._shared is not None and self._shared.extend(device):
+        alike = self._shared is not None and strides == self._strides
+        if alike and self._shared.extend(device):
             return self._runs[home]
         graph = relocation.graph_on(copy.deepcopy(self._graph), home, device)
         return compiled(self._options, graph, inputs)
@@ -138,8 +147,33 @@ def compiled(
     if inner is not None:
         # What comes out of this cache has not passed through `inner`. Inductor's own stays.
         settings["enable_autograd_cache"] = False
-    with config.patch(settings):
+    with config.patch(settings), _nothing_donated():
         return options.compile(graph, inputs, inner)
+
+
+@contextlib.contextmanager
+def _nothing_donated() -> Iterator[None]:
+    """A graph that was kept may go backward again, as that of plain replicas: so its backward must
+    not use up what was saved for it. torch's own setting is asked when the backward runs, too, and
+    then refuses what was compiled while it was off."""
+    try:
+        from torch._functorch._aot_autograd import graph_compile
+    except ImportError:  # an older torch, whose backward then says so itself
+        yield
+        return
+    name = "collect_bw_donated_buffer_idxs"
+    collect = getattr(graph_compile, name, None)
+    if collect is not None:
+        setattr(graph_compile, name, lambda *args, **kwargs: [])
+    try:
+        yield
+    finally:
+        if collect is not None:
+            setattr(graph_compile, name, collect)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
 def _inputs_of(graph: Any) -> List[Any]:

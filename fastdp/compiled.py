@@ -14,6 +14,7 @@ is made again where it may compile: one replica after the other.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import threading
 import time
@@ -24,7 +25,7 @@ from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Tupl
 import torch
 from torch import nn
 
-from . import readiness
+from . import captures, readiness
 from .compile_calls import Arguments, State
 from .compile_graphs import Graph, compiled
 from .compile_options import CompileOptions, is_compiled_module
@@ -41,6 +42,7 @@ _LONG_S = 15.0
 
 _lock = threading.RLock()  # the compiler is one for all
 
+_numbers = itertools.count()  # torch keeps what it learns of sizes by a function's name
 _MISSED = object()
 
 
@@ -109,7 +111,7 @@ class Compiled:
         breaks = form is not None and not form.whole
         if breaks and readiness.is_as_compiled():
             return form.look_up(where, module, args, kwargs)
-        if not readiness.may_compile():
+        if not readiness.may_compile() or captures.under_way():
             raise NotReady
         if breaks:
             # Whether all of its parts are compiled cannot be asked: it may compile at any call.
@@ -287,12 +289,14 @@ class _Form:
         self._owner = owner
         self._known: Tuple[int, ...] = ()
         original = _run if self.whole else _run_with_breaks
-        code = original.__code__.replace(co_name=f"fastdp_{kind.replace(' ', '_')}_{id(self)}")
+        code = original.__code__.replace(co_name=f"fastdp_{next(_numbers)}")
         function = types.FunctionType(code, original.__globals__, original.__name__)
         import torch._dynamo as dynamo
 
         dynamic = {"one size": False, "any size": True}.get(kind, owner.options.dynamic)
-        filters = {"guard_filter_fn": self._kept_guards} if kind == "one size" and owner.shares else {}
+        filters: Dict[str, Any] = {}
+        if kind == "one size" and owner.shares:
+            filters["guard_filter_fn"] = self._kept_guards
         self._look_up = dynamo.run(function)
         self._compile = dynamo.optimize(
             backend=self._backend, nopython=self.whole, dynamic=dynamic, **filters
@@ -342,8 +346,12 @@ class _Form:
         where, module = self._now
         place_of = {id(t): k for k, t in enumerate((*module.parameters(), *module.buffers()))}
         places = [place_of.get(id(tensor)) for tensor in inputs]
+        # Where torch shows something that is none of the tensors that it may be, nobody knows which
+        # bucket to wait for.
+        strange = [isinstance(t, torch.Tensor) and id(t) not in self._known for t in inputs]
+        plan = None if any(strange) else where.plan
         options = self._owner.options
-        self.graphs.append(Graph(graph, inputs, places, where.plan, options, self._compiles))
+        self.graphs.append(Graph(graph, inputs, places, plan, options, self._compiles))
         return self.graphs[-1].__call__
 
     def _compiles(self, device: Optional[torch.device] = None) -> None:

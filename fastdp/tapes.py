@@ -98,7 +98,16 @@ class Tape:
 
         def make() -> Sequence[torch.Tensor]:
             flat = self.flats[k]
-            return bucket.named_home(own) if flat is None else bucket.named_slots(flat)
+            if flat is not None:
+                return bucket.named_slots(flat)
+            home = bucket.named_home(own)
+            if not source.grad and not source.gathered:
+                # Of a module that is called directly parameters say without gradients, too, that
+                # they need some.
+                for tensor, original in zip(home, own):
+                    if original.requires_grad:
+                        tensor.requires_grad_()
+            return home
 
         if self.packed[k] is None:
             return make()

@@ -341,11 +341,24 @@ def test_the_compilers_own_graphs_are_off(mode):
     assert options._config.get("max_autotune", False) is (mode == "max-autotune")
 
 
+def keeping_its_graph(output):
+    """A loss whose graph goes backward twice."""
+    loss = output.square().sum()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def test_a_graph_that_is_kept_goes_backward_again(fast):
+    twins = Twins(fast, Net())
+    twins.step(twins.rows(), loss=keeping_its_graph)
+
+
 def test_the_compiler_of_the_host(fast):
     """Inductor: with gcc here, with Triton on a GPU."""
     twins = Twins(fast, Net(), compile=True)
     for seed in range(2):
         twins.step(twins.rows(seed=seed))
+    twins.step(twins.rows(), loss=keeping_its_graph)
     assert twins.count == count_for(fast, 2)
     assert twins.reasons == []
     assert all("again" not in form for form in twins.forms)
