@@ -46,7 +46,7 @@ def check_trains(dp, module):
 
 @row("F2", "L3")
 def test_private_names_cannot_be_met_by_accident():
-    public = {*OPTIONS, "call", "warmup", "report", "dump", "trace"}
+    public = {*OPTIONS, "call", "warmup", "report", "dump", "trace", "memory", "fits"}
     public |= {"grad_norm", "clip_grad_norm_", "nonfinite", "watch_replicas"}
     for name in set(every_name(fastdp.DataParallel)) - public:
         assert name.startswith(("_fastdp_", "__")), name
@@ -91,6 +91,7 @@ def test_a_subclass_has_methods_properties_and_parts_of_these_names(fast):
         raise AssertionError("read by fastdp")
 
     names = [*OPTIONS, "call", "warmup", "report", "dump", "trace", "grad_norm", "nonfinite"]
+    names += ["memory", "fits"]
     methods = type("Methods", (fast.api.DataParallel,), dict.fromkeys(names, method))
     properties = type(
         "Properties", (fast.api.DataParallel,), dict.fromkeys(names, property(refuse))
