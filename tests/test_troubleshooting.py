@@ -15,7 +15,7 @@ from nets import Apply, linear
 from torch import nn
 
 import fastdp
-from fastdp import doctor
+from fastdp import doctor, validations
 from test_doctor import GIB, Machine
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "troubleshooting.md").read_text()
@@ -149,6 +149,32 @@ def memory(fast, context):
     return said(lambda: fast.wrap(Apply(forward), 2)(x(fast, 4)))
 
 
+def uneven(fast, context):
+    from fastdp import balance
+
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(balance, "distinct", lambda devices: gpus)
+        patch.setattr(
+            balance,
+            "reading_of",
+            lambda device: balance.Reading(str(device), *[(9 - 4 * device.index) * GIB] * 2),
+        )
+        dp = fast.wrap(linear(), 2)
+        return said(lambda: [dp(x(fast, 4)) for _ in range(3)])
+
+
+def reserve(fast, context):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validations, "free_bytes", lambda device: 3 * GIB)
+        return said(fastdp.validation(fast.wrap(linear(), 2), 4 * GIB).__enter__)
+
+
+def values(fast, context):
+    dp = fast.wrap(Apply(lambda self, x: self.lin(x) * x.sum().item()), 2)
+    return said(lambda: dp.fits(x(fast, 4)))
+
+
 def mean_in_forward(fast):
     return fast.wrap(Apply(lambda self, x: self.lin(x).mean()), 2)
 
@@ -193,12 +219,15 @@ PROVOKED = {
     "hang": hang,
     "idle": idle,
     "report": report,
+    "uneven": uneven,
     "batchnorm": batchnorm,
     "sizes": sizes,
     "ragged": ragged,
     "unlike": unlike,
     "list": uncut,
     "memory": memory,
+    "reserve": reserve,
+    "values": values,
     "vector": vector,
     "implicit": implicit,
 }
