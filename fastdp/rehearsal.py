@@ -64,10 +64,6 @@ class Taken(NamedTuple):
     output_bytes: int  # of its replicas
 
 
-class Unforeseeable(RuntimeError):
-    """The forward cannot run without values."""
-
-
 def rehearse(step: Step, place: Place) -> Taken:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -82,7 +78,7 @@ def rehearse(step: Step, place: Place) -> Taken:
                 reason = _reason(error)
                 if reason is None:
                     raise
-                raise Unforeseeable(
+                raise RuntimeError(
                     "fits: the forward cannot run without the values of tensors, which an "
                     f"estimate has none of ({reason}): run a step, and read dp.memory()"
                 ) from error
