@@ -22,6 +22,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 import torch
 
 from . import _torch_compat
+from .random_states import guarded_states
 from .streams import distinct
 
 _lock = threading.RLock()
@@ -104,12 +105,14 @@ class CudaRecorder:
 
     def record(self, device: torch.device, pool: Any, act: Callable[[], None]) -> Any:
         """What `act` launches on `device`, to be launched by `.replay()` on the stream that is
-        current there then. Nothing runs now."""
+        current there then. Nothing runs now. Raises NotRecordable where random numbers of a replay
+        would not be those of an eager step."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
-                act()
+                with guarded_states():
+                    act()
                 torch.cuda.set_device(device)
                 graph.capture_end()
             except BaseException:

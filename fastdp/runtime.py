@@ -135,17 +135,18 @@ class Runtime:
     def _in_forward(self) -> bool:
         return getattr(self._open, "forwards", 0) > 0
 
-    def forward(self, steps: Callable[[], Any]) -> Any:
-        """Runs the steps of a whole forward: leases that they leave open, by an error or an
-        override of gather, end with it; so copies may be on their way while replicas start.
-
-        Raises RuntimeError where the caller captures a CUDA graph and there are several GPUs: such
-        a capture would break in the middle, and leave streams behind that nobody can use."""
+    def check_capture(self) -> None:
+        """Raises RuntimeError where the caller captures a CUDA graph and there are several GPUs:
+        it would break in the middle, and leave streams behind that nobody can use."""
         if len(self._gpus) > 1 and captures.under_way():
             raise RuntimeError(
                 f"DataParallel on {len(self._gpus)} GPUs cannot run inside torch.cuda.graph, which "
                 'captures on one: use engine="graph", which records a graph for each replica'
             )
+
+    def forward(self, steps: Callable[[], Any]) -> Any:
+        """Runs the steps of a whole forward: leases that they leave open, by an error or an
+        override of gather, end with it; so copies may be on their way while replicas start."""
         leases = self.leases()
         outer = getattr(self._open, "forwards", 0)
         # A forward inside a forward leaves the outer one's alone; what else is there was left by

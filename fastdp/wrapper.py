@@ -221,6 +221,8 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
                     "copies between devices have no rules for them. Call the module itself there, "
                     "or use torch.autograd"
                 )
+            if len(self.device_ids) > 1:
+                self._fastdp_get_runtime().check_capture()
             whole, obstacle = None, ""
             if self._fastdp_engine != "eager":
                 obstacle = find_obstacle(self, method)

@@ -2,6 +2,7 @@
 classes, data loaders that pin memory."""
 
 import copy
+import re
 import threading
 
 import pytest
@@ -140,7 +141,8 @@ def test_a_thread_that_pins_memory(means):
 
 @pytest.mark.parametrize("means", ON_GPUS, indirect=True)
 def test_checkpointing_that_keeps_the_random_state(means):
-    """Inside, with dropout: recorded or not, the numbers are an eager step's."""
+    """Inside, with dropout: its numbers are an eager step's. Another graph than the forward's would
+    draw them from elsewhere, so it stays eager; some versions of torch refuse it themselves."""
 
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -162,7 +164,8 @@ def test_checkpointing_that_keeps_the_random_state(means):
             gradients.append([p.grad.clone() for p in dp.parameters()])
         found.append(gradients)
     identical(*found)
-    assert steps(twins.recorded)["graph"] > 0 or reasons(twins.recorded)
+    twins.ran(eager=SETTLED + 3)
+    assert re.search("random numbers from a state|current_seed", reasons(twins.recorded))
 
 
 @pytest.mark.parametrize("means", ["cpu-twice"], indirect=True)
