@@ -258,7 +258,7 @@ class Reduce(Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         bucket = ctx.bucket
         gradients = bucket.with_zeros(gradients)
-        with bucket.communication.in_backward(ctx.compute, gradients):
+        with bucket.communication.in_backward(ctx.compute, gradients, spreads=True):
             flats = bucket.take(False)
             if torch.is_grad_enabled():
                 copies = Broadcast.apply(bucket, False, flats, ctx.compute, {}, *gradients)[:-1]

@@ -65,6 +65,20 @@ class current:
         torch.cuda.set_device(self._device)
 
 
+class _Lent(current):
+    """In a backward: streams that are current instead of those that the engine's thread has on
+    these devices, which wait for them in the end. The engine orders whoever takes what was made on
+    another device than its node's after these, and knows of no other stream there."""
+
+    __slots__ = ()
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)
+        if kind is None:
+            for before, stream in zip(self._before, self._streams):
+                wait_for(before, stream)
+
+
 # An event for each thread and device. A wait keeps the record that it saw, so the event is free for
 # another once the wait is enqueued. Not in a threading.local: in a forked child Python drops those
 # of all other threads, and a CUDA event that is destroyed there ends the process.
@@ -126,7 +140,7 @@ class Snapshot:
                 elsewhere.append(stream)
             if node is not None:
                 wait_for(stream, node)
-        return current(elsewhere) if elsewhere else _NOTHING
+        return _Lent(elsewhere) if elsewhere else _NOTHING
 
 
 class Communication:
@@ -199,8 +213,11 @@ class Communication:
             for stream in self._streams:
                 wait_for(torch.cuda.current_stream(stream.device), stream)
 
-    def in_backward(self, snapshot: Optional[Snapshot], gradients: Any) -> ContextManager[Any]:
-        """Around the moves in a broadcast's or reduction's backward. Beside compute, the node's
+    def in_backward(
+        self, snapshot: Optional[Snapshot], gradients: Any, spreads: bool = False
+    ) -> ContextManager[Any]:
+        """Around the moves in a broadcast's or, where what comes of it `spreads` over all devices,
+        a reduction's backward. Beside compute, the node's
         stream is home's communication stream; the others become current. All wait for the forward's
         compute streams, which made the gradients, and for whatever the engine has ordered before
         this node; in the end the node's stream waits for the others."""
@@ -209,15 +226,15 @@ class Communication:
         if not self.apart:
             return snapshot.in_backward(self.home)
         if snapshot.deadline is None:
-            return self._beside(snapshot, gradients)
+            return self._beside(snapshot, gradients, spreads)
         node = torch.cuda.current_stream(self.home)
         streams = [node, *(s for s in self._streams if s.device != self.home)]
         return snapshot.deadline.around(
-            self._beside(snapshot, gradients), streams, "a bucket's sums in a backward"
+            self._beside(snapshot, gradients, spreads), streams, "a bucket in a backward"
         )
 
     @contextlib.contextmanager
-    def _beside(self, snapshot: Snapshot, gradients: Any) -> Iterator[None]:
+    def _beside(self, snapshot: Snapshot, gradients: Any, spreads: bool) -> Iterator[None]:
         node = torch.cuda.current_stream(self.home)
         streams = [node if s.device == self.home else s for s in self._streams]
         for stream, compute in zip(streams, snapshot.streams):
@@ -225,7 +242,7 @@ class Communication:
             if stream is not node:
                 wait_for(stream, torch.cuda.current_stream(stream.device))
                 wait_for(stream, node)
-        with current(streams):
+        with _Lent(streams) if spreads else current(streams):
             yield
         for stream in streams:
             if stream is not node:

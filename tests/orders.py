@@ -5,9 +5,12 @@ stream, event or edge of autograd puts in order are reported, whatever really ra
 was freed may be anybody's on the stream that it was taken on: the next to write new memory there has
 to come after all who used it.
 
-The autograd engine does here what it does on GPUs: a node runs with the stream current that was so
-in its forward, that stream waits for whoever made the gradients, and on other devices the default
-stream is current."""
+The autograd engine does here what torch's does on GPUs and no more: a node runs with the stream
+current that was so in its forward, and on other devices the default stream is. A gradient on the
+device of both its producer and its consumer is waited for by the consumer's stream. One that only
+shares the producer's device is waited for by the default stream there; of one that only shares the
+consumer's, the consumer's stream waits for the default stream there. What the engine adds up by
+itself it adds up on those; and memory that a gradient gave back is nobody's before they are done."""
 
 import functools
 import itertools
@@ -16,10 +19,11 @@ import torch
 from pretended_gpus import GPUS, Stream
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastdp import functions, moves
+from fastdp import copies, functions, moves
 from fastdp.buckets import Bucket
 
-NODES = ("Scatter", "Gather", "Broadcast", "Land", "Reduce")
+NODES = [getattr(functions, name) for name in "Scatter Gather Broadcast Land Reduce".split()]
+NODES += [copies.Copies, copies.Sum]
 
 
 class Access:
@@ -46,7 +50,8 @@ class Block:
         self.weak = StorageWeakRef(storage)
         self.pool = pool  # the stream whose memory it is; None: it was there before
         self.accesses = []
-        self.ready = {}  # what a reader in backward comes after
+        self.recorded = []  # streams that the engine told the allocator of
+        self.ready = None  # of a gradient: (rank of its producer, the clock of that one's stream)
         self.rank = 0
 
 
@@ -57,14 +62,15 @@ class Orders:
         self.blocks = {}
         self.freed = {}  # of each pool, the accesses to what was freed
         self._defaults = {device: Stream(f"n{device.index}", device) for device in GPUS}
-        for name in NODES:
-            node = getattr(functions, name)
+        for node in NODES:
             for side in ("forward", "backward"):
                 wrapped = getattr(self, f"_{side}")(getattr(node, side))
                 monkeypatch.setattr(node, side, staticmethod(wrapped))
         monkeypatch.setattr(Bucket, "_move", self._bucket_move(Bucket._move))
         monkeypatch.setattr(moves, "scatter", self._scatter(moves.scatter))
         monkeypatch.setattr(moves, "gather", self._gather(moves.gather))
+        monkeypatch.setattr(moves, "broadcast", self._broadcast(moves.broadcast))
+        monkeypatch.setattr(moves, "reduce", self._reduce(moves.reduce))
 
     def current(self, rank=0):
         return self.gpus.current[GPUS[rank]]
@@ -81,14 +87,19 @@ class Orders:
     def join(self, stream, tensors):
         """The end of a backward: the caller's stream waits for those of the gradients."""
         for tensor in tensors:
-            stream.merge(self._block(tensor, None).ready)
+            stream.merge(self._block(tensor, None).ready[1])
+
+    def is_made(self, gradient):
+        """A gradient that user code made, on home's current stream."""
+        self._block(gradient, None).ready = 0, dict(self.current().clock)
 
     def _sweep(self):
         for pointer, block in list(self.blocks.items()):
             if block.weak.expired():
                 del self.blocks[pointer]
                 if block.pool is not None:
-                    self.freed.setdefault(block.pool, []).extend(block.accesses)
+                    late = [a for a in block.accesses if not any(map(a.is_before, block.recorded))]
+                    self.freed.setdefault(block.pool, []).extend(late)
 
     def _block(self, tensor, writer):
         self._sweep()
@@ -174,6 +185,22 @@ class Orders:
 
         return gather
 
+    def _broadcast(self, plain):
+        def broadcast(family, source, devices):
+            results = plain(family, source, devices)
+            self._spread([source], list(enumerate(results)), "broadcast")
+            return results
+
+        return broadcast
+
+    def _reduce(self, plain):
+        def reduce(family, sources, device):
+            result = plain(family, sources, device)
+            self._collect(list(enumerate(sources)), result, "reduce")
+            return result
+
+        return reduce
+
     # --- nodes of autograd ---
 
     def _forward(self, plain):
@@ -186,14 +213,45 @@ class Orders:
 
         return forward
 
+    def _receive(self, stream, gradient, rank):
+        """The engine hands a gradient to a node that runs on the stream. `rank`: where it lies if
+        the engine added it up itself."""
+        block = self._block(gradient, None)
+        own = GPUS.index(stream.device)
+        # A parcel has no memory that it could be known by.
+        ready = getattr(gradient, "orders_ready", None) or block.ready
+        if ready is None:
+            block.rank = rank
+            adds = stream if rank == own else self._defaults[GPUS[rank]]
+            for each in (*self.gpus.streams, self._defaults[GPUS[rank]]):
+                if each.device == GPUS[rank] and each.name[0] != "s":  # none of user code's
+                    adds.merge(each.clock)
+            self.write(adds, gradient, "a sum of the engine's")
+            block.recorded.append(adds)
+            return
+        rank = getattr(gradient, "orders_rank", block.rank)
+        default = self._defaults[GPUS[rank]]
+        if rank == own == ready[0]:
+            stream.merge(ready[1])
+            block.recorded.append(stream)
+        elif rank == own:
+            stream.merge(default.clock)
+            block.recorded.append(stream)
+        else:
+            default.merge(ready[1])
+            block.recorded.append(default)
+
     def _backward(self, plain):
+        # Whose gradients come from one device each.
+        is_of_all = plain.__qualname__.startswith(("Scatter.", "Copies."))
+
         @functools.wraps(plain)
         def backward(ctx, *gradients):
             stream = ctx.orders_stream
-            for gradient in gradients:
+            own = GPUS.index(stream.device)
+            for index, gradient in enumerate(gradients):
                 if gradient is not None:
-                    stream.merge(getattr(gradient, "orders_ready", None) or
-                                 self._block(gradient, None).ready)
+                    self._receive(stream, gradient, index if is_of_all else own)
             outer = dict(self.gpus.current)
             self.gpus.current.update({**self._defaults, stream.device: stream})
             try:
@@ -202,44 +260,80 @@ class Orders:
                 self.gpus.current.update(outer)
             for output in outputs if isinstance(outputs, tuple) else (outputs,):
                 if isinstance(output, torch.Tensor):
-                    if output.numel() == 0:  # a parcel: no memory that it could be known by
-                        output.orders_ready = dict(stream.clock)
-                    self._block(output, None).ready = dict(stream.clock)
+                    ready = own, dict(stream.clock)
+                    self._block(output, None).ready = ready
+                    if output.numel() == 0:
+                        output.orders_ready, output.orders_rank = ready, own
             return outputs
 
         return backward
 
     def layer(self):
-        """A node of user code: layer(x, weight) = x * weight, on the stream of x's replica."""
+        """A node of user code: layer(x, weight) = x * weight, on the stream of x's replica; twice
+        differentiable."""
         orders = self
+
+        def told(ctx, rank, what, reads, writes):
+            stream = orders.current(rank)
+            for tensor in reads:
+                orders.read(stream, tensor.detach(), what)
+            for tensor in writes:
+                orders.write(stream, tensor.detach(), what)
+                orders._block(tensor, None).rank = rank
 
         class Layer(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x, weight):
                 ctx.save_for_backward(x, weight)
                 ctx.rank = orders.rank_of(x)
-                stream = orders.current(ctx.rank)
-                orders.read(stream, x, "a forward")
-                orders.read(stream, weight, "a forward")
                 y = x * weight
-                orders.write(stream, y, "a forward")
-                orders._block(y, None).rank = ctx.rank
+                told(ctx, ctx.rank, "a forward", (x, weight), (y,))
                 return y
 
             @staticmethod
             def backward(ctx, gradient):
-                x, weight = ctx.saved_tensors
-                stream = ctx.orders_stream
-                for tensor in (x, weight, gradient):
-                    orders.read(stream, tensor, "a backward")
+                return Back.apply(ctx.rank, gradient, *ctx.saved_tensors)
+
+        class Back(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, rank, gradient, x, weight):
+                ctx.save_for_backward(gradient, x, weight)
+                ctx.set_materialize_grads(False)  # zeros are nobody's
+                ctx.rank = rank
                 found = gradient * weight, (gradient * x).sum(0)
-                for tensor in found:
-                    orders.write(stream, tensor, "a backward")
+                told(ctx, rank, "a backward", (gradient, x, weight), found)
                 return found
 
-        Layer.forward = staticmethod(self._forward(Layer.forward))
-        Layer.backward = staticmethod(self._backward(Layer.backward))
+            @staticmethod
+            def backward(ctx, for_x, for_weight):
+                gradient, x, weight = ctx.saved_tensors
+                found = [x * for_weight, gradient * for_weight, torch.zeros_like(weight)]
+                reads = [for_weight, gradient, x, weight]
+                if for_x is not None:
+                    found[0] = for_x * weight + found[0]
+                    found[2] = (for_x * gradient).sum(0)
+                    reads.append(for_x)
+                told(ctx, ctx.rank, "a second backward", reads, found)
+                return (None, *found)
+
+        for node in (Layer, Back):
+            node.forward = staticmethod(self._forward(node.forward))
+            node.backward = staticmethod(self._backward(node.backward))
         return Layer.apply
+
+    def aside(self, rank, act):
+        """act() on a side stream of the replica's device, before and after which it is waited for,
+        as user code does."""
+        own = self.current(rank)
+        side = Stream(f"u{len(self.gpus.streams)}", GPUS[rank])
+        self.gpus.streams.append(side)
+        side.merge(own.clock)
+        self.gpus.current[GPUS[rank]] = side
+        try:
+            return act()
+        finally:
+            self.gpus.current[GPUS[rank]] = own
+            own.merge(side.clock)
 
     def other_streams(self, count=itertools.count()):
         """Makes other streams current, as a user may; what they do on home comes after what was

@@ -2,6 +2,7 @@
 with parameters beside and in line with compute, in which no two accesses may be without an order.
 `build_tools/python_mutation.py` leaves out one wait at a time; then something here has to fail."""
 
+import functools
 import gc
 import weakref
 
@@ -31,18 +32,40 @@ class Net(nn.Module):
         )
         self.idle = nn.Parameter(torch.ones(WIDTH).double())
 
-    def forward(self, x):
-        for weight in self.weights:
+    def forward(self, x, *others):
+        """`others` are read, each as a layer's weight."""
+        for weight in (*others, *self.weights):
             x = self.layer[0](x, weight)
         return x
+
+
+class Aside(Net):
+    """Half of the layers on a side stream."""
+
+    def forward(self, x):
+        for k, weight in enumerate(self.weights):
+            if k % 2 == 0:
+                act = functools.partial(self.layer[0], x, weight)
+                x = self.orders[0].aside(self.orders[0].rank_of(x), act)
+            else:
+                x = self.layer[0](x, weight)
+        return x
+
+
+class Twice(Net):
+    """Two outputs of one input, whose gradients the engine adds up."""
+
+    def forward(self, x):
+        return self.layer[0](x, self.weights[0]), self.layer[0](x, self.weights[1])
 
 
 class Training:
     """Training steps that tell the oracle what the user's own code does."""
 
-    def __init__(self, orders, batch_grad=False, **options):
+    def __init__(self, orders, net=Net, batch_grad=False, **options):
         self.orders = orders
-        self.module = Net(orders.layer())
+        self.module = net(orders.layer())
+        self.module.orders = [orders]
         options = {"bucket_bytes": 1, "sequential": True, **options}
         self.dp = fastdp.DataParallel(self.module, ["cpu"] * 2, **options)
         self.batch_grad = batch_grad
@@ -50,22 +73,29 @@ class Training:
     def home(self):
         return self.orders.current()
 
-    def forward(self):
+    def forward(self, others=()):
         x = torch.ones(4, WIDTH).double().requires_grad_(self.batch_grad)
         self.orders.write(self.home(), x.detach(), "a batch")
-        out = self.dp(x)
-        self.orders.read(self.home(), out.detach(), "the user")
+        out = self.dp(x, *others)
+        for each in out if isinstance(out, tuple) else (out,):
+            self.orders.read(self.home(), each.detach(), "the user")
         self.orders.write(self.home(), x.detach(), "the next batch")
         return out
 
-    def backward(self, out):
+    def above(self, out):
         above = torch.ones_like(out)
         self.orders.write(self.home(), above, "a loss")
-        self.orders._block(above, None).ready = dict(self.home().clock)
-        out.backward(above)
+        self.orders.is_made(above)
+        return above
+
+    def backward(self, out):
+        outs = out if isinstance(out, tuple) else (out,)
+        above = [self.above(each) for each in outs]
+        torch.autograd.backward(outs, above)
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         self.orders.join(self.home(), [p.grad for p in parameters])
-        self.orders.write(self.home(), above, "the user, after a backward")
+        for each in above:
+            self.orders.write(self.home(), each, "the user, after a backward")
         return parameters
 
     def step(self):
@@ -74,9 +104,14 @@ class Training:
             self.orders.write(self.home(), parameter.detach(), "an optimizer")
             parameter.grad = None
 
+    def write(self, what):
+        for parameter in self.module.parameters():
+            self.orders.write(self.home(), parameter.detach(), what)
+
     def evaluate(self):
         with torch.no_grad():
             self.forward()
+        self.write("an average of parameters")
 
 
 @pytest.fixture(params=[True, False], ids=["beside", "in line"])
@@ -102,10 +137,39 @@ def test_steps(orders):
         training.step()
 
 
-def test_steps_with_gradients_of_the_batch(orders):
-    training = Training(orders, batch_grad=True)
+@pytest.mark.parametrize("net", [Net, Aside, Twice])
+@pytest.mark.parametrize("timeout_s", [None, 1000])
+def test_steps_with_gradients_of_the_batch(orders, net, timeout_s):
+    training = Training(orders, net, batch_grad=True, timeout_s=timeout_s)
     for _ in range(3):
         training.step()
+
+
+def test_steps_with_arguments_for_all(orders):
+    training = Training(orders, batch_grad=True)
+    for _ in range(3):
+        whole = torch.ones(WIDTH).double().requires_grad_()
+        orders.write(orders.current(), whole.detach(), "an argument")
+        for parameter in training.backward(training.forward([fastdp.Replicated(whole)])):
+            parameter.grad = None
+        orders.write(orders.current(), whole.detach(), "the next argument")
+
+
+def test_steps_that_are_differentiated_twice(orders):
+    training = Training(orders)
+    for _ in range(3):
+        out = training.forward()
+        weights = list(training.module.weights)
+        found = torch.autograd.grad(out, weights, training.above(out), create_graph=True)
+        orders.join(orders.current(), found)
+        for gradient in found:
+            orders.read(orders.current(), gradient.detach(), "a penalty")
+        torch.autograd.backward(found, [training.above(g) for g in found])
+        orders.join(orders.current(), [w.grad for w in weights])
+        training.write("an optimizer")
+        for weight in weights:
+            weight.grad = None
+        del out, found
 
 
 def test_evaluation_between_steps(orders):
@@ -156,6 +220,7 @@ def test_replicas_by_hand(orders):
         orders.write(orders.current(), x, "a batch")
         rows, named = dp.scatter((x,), {}, dp.device_ids)
         replicas = dp.replicate(dp.module, dp.device_ids)
+        training.write("the user")
         weights = [list(replica.weights) for replica in replicas]
         for rank, row in enumerate(weights):
             for weight in row:
@@ -163,6 +228,38 @@ def test_replicas_by_hand(orders):
         out = dp.gather(dp.parallel_apply(replicas, rows, named), dp.output_device)
         training.backward(out)
         del replicas, weights, rows, out
+
+
+def test_gradients_are_held_no_longer_than_they_must(orders, hidden):
+    training = Training(orders)
+    for _ in range(3):
+        training.step()
+        communication = training.dp._fastdp_get_runtime().replicator.plan_in_use().communication
+        assert communication.apart is hidden
+        held = len(communication._retiring)
+        assert held == (streams._MAX_RETIRING if hidden else 0)
+        assert len(training.module.weights) > held
+        out = training.forward()
+        assert communication._retiring == []
+        del out
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["cut", "whole"])
+def test_a_pinned_batch_is_kept_until_it_was_read(gpus, monkeypatch, is_whole):
+    monkeypatch.setattr(streams, "_held", [])
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    dp = fastdp.DataParallel(nn.Linear(WIDTH, 2).double(), ["cpu"] * 2)
+    gpus.stall(GPUS[1])
+    x = torch.ones(4, WIDTH).double()
+    gone = weakref.ref(x)
+    dp(fastdp.Replicated(x) if is_whole else x)
+    del x
+    gc.collect()
+    assert gone() is not None
+    gpus.resume()
+    dp(torch.ones(4, WIDTH).double())
+    gc.collect()
+    assert gone() is None
 
 
 def test_pinned_memory_is_kept_until_it_was_read(gpus, monkeypatch):
