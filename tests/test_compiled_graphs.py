@@ -1,6 +1,7 @@
 """Graphs of compiled replicas: cut where buckets begin, waited for piece by piece, and served to
 other devices."""
 
+import contextlib
 import copy
 import types
 import weakref
@@ -304,6 +305,32 @@ def test_generated_code_is_written_for_another_gpu():
     assert relocation.text_for(text, 3, 0) == GENERATED
     with pytest.raises(ValueError, match="speaks of GPU 0"):
         relocation.text_for(GENERATED, 1, 2)
+
+
+def test_what_inductor_made_is_loaded_again_for_another_device(monkeypatch, tmp_path):
+    """On the host, where the other device is the same one: forward and backward, both noted."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(relocation, "are_alike", lambda one, other: True)
+    monkeypatch.setattr(relocation, "_current_device", lambda: CPU)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    graph, inputs, _ = seen_graph(module, x)
+    options = compile_options.parse(True)
+    shared = relocation.Shared(CPU)
+    run = compile_graphs.compiled(options, graph, inputs, shared.note)
+    assert len(shared._parts) == 2
+    other = torch.device("cpu", 0)
+    assert shared.extend(other) and shared.reason == ""
+    want = torch.autograd.grad(run(*inputs)[0].square().sum(), list(module.parameters()))
+    called = []
+    for part in shared._parts:
+        again = part.calls[other]
+        part.calls[CPU] = lambda given, again=again: called.append(again) or again(given)
+    output = run(*inputs)[0]
+    got = torch.autograd.grad(output.square().sum(), list(module.parameters()))
+    assert len(called) == 2
+    torch.testing.assert_close(output, module(x))
+    torch.testing.assert_close(got, want)
 
 
 def test_one_form_is_compiled_in_turn():
