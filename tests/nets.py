@@ -8,11 +8,19 @@ copy of the module per chunk, gradients summed in rank order.
 import collections
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 # For models that round (norms, RNNs): a few hundred operations of relative error 2**-53.
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
+
+# Without a list all GPUs are taken, where there are some; else the module is called itself.
+NO_LIST = pytest.param(
+    None,
+    id="direct",
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs no GPU: all would be taken"),
+)
 
 
 def exact(module, seed=0):
