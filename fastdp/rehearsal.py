@@ -1,5 +1,5 @@
-"""A step of the replicas of one device on tensors that have no memory (torch's fake tensors), to see
-how much it would take there. The moves of parameters and gradients are acted out: which memory they
+"""A step of the replicas of one device on tensors without memory (torch's fake tensors), to see how
+much it would take there. The moves of parameters and gradients are acted out: which memory they
 make, and how long they hold what. Nothing of the module is written: its copies are fresh, its
 parameters fake."""
 

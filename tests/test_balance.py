@@ -2,12 +2,13 @@
 
 import warnings
 
-import fastdp
 import pytest
 import torch
+from nets import NO_LIST, linear
+
+import fastdp
 from fastdp import balance
 from fastdp.balance import Reading, judge
-from nets import linear
 
 GIB = 2**30
 GPUS = [torch.device("cuda", index) for index in range(2)]
@@ -119,7 +120,9 @@ def test_outputs_and_gradients_are_looked_at_where_they_are(pretended, monkeypat
     assert seen == [(4 * 2 * 8, (6 + 2) * 8)]
 
 
-def test_one_device_is_never_looked_at(monkeypatch):
+@pytest.mark.parametrize(
+    "ids", [NO_LIST, pytest.param(["cpu"], id="one"), pytest.param(["cpu"] * 2, id="two")]
+)
+def test_one_device_is_never_looked_at(monkeypatch, ids):
     monkeypatch.setattr(balance, "reading_of", lambda device: pytest.fail("it was looked at"))
-    for ids in (None, ["cpu"], ["cpu", "cpu"]):
-        forwards(fastdp.DataParallel(linear(), ids), 4)
+    forwards(fastdp.DataParallel(linear(), ids), 4)

@@ -5,14 +5,15 @@ import copy
 import random
 from pathlib import Path
 
-import fastdp
 import pytest
 import torch
-from fastdp.fits import DeviceFit, Fit
 from host_peak import host_peak
 from nets import NO_LIST, Apply, linear
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+import fastdp
+from fastdp.fits import DeviceFit, Fit
 
 
 class Convolutions(nn.Module):
@@ -262,7 +263,8 @@ def test_an_engine_that_records_keeps_packed_gradients():
 
 
 def test_it_costs_no_memory():
-    dp = fastdp.DataParallel(nn.Sequential(nn.Linear(100, 2000), nn.Tanh(), nn.Linear(2000, 1)), ["cpu"])
+    layers = [nn.Linear(100, 2000), nn.Tanh(), nn.Linear(2000, 1)]
+    dp = fastdp.DataParallel(nn.Sequential(*layers), ["cpu"])
     x = torch.randn(1000, 100)
     dp.fits(x)
     peak, _ = host_peak(lambda: dp.fits(x))

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from fastdp.ledger import Ledger
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastdp.ledger import Ledger
 
 CPU = torch.device("cpu")
 

@@ -1,15 +1,16 @@
-"""dp.memory() on the host, and with torch's figures of a GPU pretended. GPUs: test_memory_cuda.py."""
+"""dp.memory() on the host, and with a GPU's figures pretended. GPUs: test_memory_cuda.py."""
 
 import copy
 import pickle
 
-import fastdp
 import pytest
 import torch
-from fastdp import _C, memory
-from fastdp.memory import Memory, host_bytes
 from nets import NO_LIST, Apply, linear
 from torch import nn
+
+import fastdp
+from fastdp import _C, memory
+from fastdp.memory import Memory, host_bytes
 
 COLUMNS = {
     *("parameters", "gradients", "replicas", "buckets", "graphs", "others", "activations_peak"),

@@ -3,12 +3,13 @@
 import gc
 import warnings
 
-import fastdp
 import pytest
 import torch
 from conftest import no_cuda_reason
-from fastdp import memory
 from torch import nn
+
+import fastdp
+from fastdp import memory
 
 pytestmark = [
     pytest.mark.gpu,

@@ -169,7 +169,8 @@ def test_a_wrapper_in_a_wrapper():
 def test_it_is_described_as_the_tensor_is():
     whole = ints(5, 3, 2).float()
     cut = scattered(whole, [2, 3])
-    for name in ("shape", "dtype", "device", "is_cuda", "layout", "requires_grad", "ndim", "nbytes"):
+    names = ("shape", "dtype", "device", "is_cuda", "layout", "requires_grad", "ndim", "nbytes")
+    for name in names:
         assert getattr(cut, name) == getattr(whole, name), name
     for name in ("size", "dim", "numel", "element_size", "type"):
         assert getattr(cut, name)() == getattr(whole, name)(), name
