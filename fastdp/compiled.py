@@ -138,7 +138,11 @@ class Compiled:
         except BaseException:
             family.forgive()  # it was the model's own error, and none of the compiler's
             raise
-        self._note(family.give_up())
+        reason = family.give_up()
+        self._note(reason)
+        if not any(each.made for each in self._families.copy().values()):
+            # Replicas that are never compiled wait for their parameters where they read them.
+            self._refused = reason
         return output
 
     def _note(self, reason: str) -> None:

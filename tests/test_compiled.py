@@ -233,6 +233,8 @@ def test_what_cannot_be_compiled_runs_uncompiled_with_the_reason_once(fast, capl
     for seed in range(3):
         twins.step(twins.rows(seed=seed))
     assert len(twins.reasons) == 1 and "this compiler can nothing" in twins.reasons[0]
+    replicas = twins.compiled.replicate(twins.compiled.module, twins.compiled.device_ids)
+    assert "_compiled_call_impl" not in vars(replicas[1])
     assert sum("this compiler can nothing" in r.getMessage() for r in caplog.records) == 1
     assert "not compiled: " in str(twins.compiled.report())
 
