@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Dict, Hashable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from .apply import apply_modules
 from .cuts import scatter_arguments
@@ -204,12 +203,13 @@ def _empty_on_host(tensor: Any) -> Any:
 
 def _look_of(tree: Any) -> Hashable:
     """What replicas with equal arguments have in common."""
-    leaves = tree_leaves(tree)
-    looks: List[Hashable] = []
-    for leaf in leaves:
-        is_tensor = isinstance(leaf, torch.Tensor)
-        looks.append((leaf.shape, leaf.dtype, leaf.requires_grad) if is_tensor else id(leaf))
-    return tuple(looks)
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.stride(), tree.dtype, tree.requires_grad
+    if isinstance(tree, (tuple, list)):
+        return tuple(map(_look_of, tree))
+    if isinstance(tree, dict):
+        return tuple((id(key), _look_of(value)) for key, value in tree.items())
+    return id(tree)
 
 
 def _packed_bytes(wrapper: Any, plan: Any) -> int:

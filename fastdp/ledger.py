@@ -9,7 +9,8 @@ from typing import Any, Dict, Iterable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from .cuts import find_tensors
 
 # torch's CUDA allocator hands memory out in multiples of this.
 _CUDA_GRAIN_BYTES = 512
@@ -29,7 +30,7 @@ class Ledger(TorchDispatchMode):
         self.peak: Dict[torch.device, int] = {}
         self.counts = True  # False: what is made now counts nothing
         self._workspace = workspace
-        self._known: Dict[int, Any] = {}  # by address of the storage
+        self._known: Dict[int, Any] = {}  # by identity of the storage
 
     def ignore(self, tensors: Iterable[Any]) -> None:
         """These are there already."""
@@ -38,21 +39,21 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_iter(result):
-            if isinstance(leaf, torch.Tensor):
-                self._enter(leaf, self.counts)
-                workspace = self._workspace.get(func.overloadpacket, 0)
-                if workspace:
-                    whole = self.live.get(leaf.device, 0) + workspace
-                    self.peak[leaf.device] = max(self.peak.get(leaf.device, 0), whole)
+        workspace = self._workspace.get(func.overloadpacket, 0)
+        for tensor in find_tensors(result):
+            self._enter(tensor, self.counts)
+            if workspace:
+                whole = self.live.get(tensor.device, 0) + workspace
+                self.peak[tensor.device] = max(self.peak.get(tensor.device, 0), whole)
         return result
 
     def _enter(self, tensor: torch.Tensor, counted: bool) -> None:
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self._known:
+        # The same object for as long as anything refers to the memory.
+        identity = id(storage)
+        if identity in self._known:
             return
         device, size_bytes = tensor.device, storage.nbytes() if counted else 0
         if device.type == "cuda":
@@ -60,9 +61,9 @@ class Ledger(TorchDispatchMode):
         known, live = self._known, self.live
 
         def leave(_: Any) -> None:
-            del known[address]
+            del known[identity]
             live[device] -= size_bytes
 
-        known[address] = weakref.ref(storage, leave)
+        known[identity] = weakref.ref(storage, leave)
         live[device] = live.get(device, 0) + size_bytes
         self.peak[device] = max(self.peak.get(device, 0), live[device])

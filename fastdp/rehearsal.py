@@ -6,15 +6,16 @@ parameters fake."""
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.utils._pytree import tree_map
+from torch.nn.utils.rnn import PackedSequence
 
 from . import _torch_compat
-from .containers import tensors_of
+from .containers import tensors_of, with_items
 from .fresh_replicas import fresh_replicas
 from .ledger import Ledger
 from .marks import Replicated
@@ -278,16 +279,19 @@ def _paused(ledger: Ledger) -> Iterator[None]:
 
 
 def map_tensors(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The tree with each tensor changed, and each `Scattered`."""
-
-    def at(leaf: Any) -> Any:
-        if isinstance(leaf, (torch.Tensor, Scattered)):
-            return change(leaf)
-        if isinstance(leaf, Replicated):
-            return Replicated(map_tensors(leaf.value, change))
-        return leaf
-
-    return tree_map(at, tree)
+    """The tree with each tensor changed, and each `Scattered`, wherever a scatter finds them."""
+    if isinstance(tree, (torch.Tensor, Scattered)):
+        return change(tree)
+    if isinstance(tree, Replicated):
+        return Replicated(map_tensors(tree.value, change))
+    if isinstance(tree, dict):
+        changed = copy.copy(tree)
+        for key, value in tree.items():
+            changed[key] = map_tensors(value, change)
+        return changed
+    if isinstance(tree, (tuple, list)) and not isinstance(tree, (torch.Size, PackedSequence)):
+        return with_items(tree, [map_tensors(item, change) for item in tree])
+    return tree
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:

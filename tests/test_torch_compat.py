@@ -93,6 +93,8 @@ def modules_that_have_them():
         replica,
         torch.compile(nn.Linear(2, 2), backend="eager"),
         torch.eye(2).to_sparse(),
+        torch.optim.SGD(linear.parameters()),
+        torch.utils,
         torch,
     ]
 
@@ -101,14 +103,15 @@ def test_this_torch_has_what_is_shared():
     import torch._dynamo  # noqa: F401
 
     owners = modules_that_have_them()
-    made_by_data_parallel = {"_former_parameters"}
+    in_source = {"_former_parameters": REPLICATE, "_is_param": torch.nn.parameter}
     missing = [
         name
         for name in _torch_compat.SHARED
-        if name not in made_by_data_parallel and not any(hasattr(each, name) for each in owners)
+        if name not in in_source and not any(hasattr(each, name) for each in owners)
     ]
     assert missing == []
-    assert "_former_parameters" in pathlib.Path(REPLICATE.__file__).read_text()
+    for name, module in in_source.items():
+        assert name in pathlib.Path(module.__file__).read_text()
 
 
 def test_the_hooks_are_those_that_torch_copies():
