@@ -1,13 +1,12 @@
-"""The proof that the tests see a wait that is missing in Python: every call in fastdp/*.py that waits,
-records, synchronises or keeps alive is found by parsing the source, left out alone in a copy of the
-package, and the tests that should notice are run on that. A mutant that they let pass is a survivor:
-the exit status is the number of survivors.
+"""The proof that the tests see a wait that is missing in Python: every call in fastdp/*.py that
+waits, records, synchronises or keeps alive is found by parsing the source, left out alone in a copy
+of the package, and the tests that should notice are run on that. A mutant that they let pass is a
+survivor: the exit status is the number of survivors.
 
     python build_tools/python_mutation.py [--list] [--file NAME] [--only NUMBER ...]
 
 Needs a fastdp that is built in place (`python setup.py build_ext --inplace`), and pytest. Some
-seconds for each call.
-"""
+seconds for each call."""
 
 from __future__ import annotations
 
@@ -16,12 +15,16 @@ import ast
 import concurrent.futures
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from typing import Dict, List, NamedTuple, Optional, Tuple
+
+# Many times what the tests of a file take; a mutant that hangs is caught.
+TIMEOUT_S = 120
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -47,9 +50,14 @@ CALLS = {
     "_retire": "keeps alive",
     "_release": "keeps alive",
     "append": "keeps alive",
+    "put": "waits",
+    "take": "waits",
+    "wait": "waits",
+    "give_up": "waits",
 }
-# In which files, and by which tests a call that is left out there has to be noticed. `append` and
-# `close` are many things elsewhere: they count where these names stand behind the file.
+# In which files, and by which tests a call that is left out there has to be noticed; and names that
+# are many things elsewhere, and are meant there.
+VAGUE = ("append", "close", "put", "take", "wait", "give_up")
 FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
     "streams.py": (("tests/test_orders.py", "tests/test_deadlines.py"), ("append",)),
     "awaited.py": (("tests/test_orders.py",), ()),
@@ -58,9 +66,20 @@ FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
     "replica_sets.py": (("tests/test_orders.py",), ("close",)),
     "functions.py": (("tests/test_orders.py",), ()),
     "copies.py": (("tests/test_orders.py",), ()),
-    "deadlines.py": (("tests/test_deadlines.py",), ("close", "append")),
-    "witness.py": (("tests/test_witness.py", "tests/test_orders.py"), ("append",)),
+    "deadlines.py": (("tests/test_deadlines.py",), ("close", "append", "wait")),
+    "workers.py": (
+        ("tests/test_behaviour_threads.py", "tests/test_faults.py", "tests/test_interrupts.py"),
+        ("put", "take", "wait", "give_up", "close"),
+    ),
 }
+# Calls in these are not reached without a GPU: printed, and not run. What shows them there:
+# tests/test_cuda_order.py and tests/test_cuda_bitwise.py (recorded steps),
+# tests/test_prefetch_cuda.py (staging, prefetch, scattered).
+GPU_ONLY = ("captures.py", "compiled.py", "health_monitor.py", "overlap.py", "prefetch.py",
+            "recordings.py", "scattered.py", "staging.py", "tapes.py", "traces.py", "trials.py",
+            "validations.py", "witness.py")
+ON_GPUS = ("record", "wait_event", "wait_for", "begin", "deliver", "synchronize", "query",
+           "hold_pinned", "record_stream")
 
 
 class Site(NamedTuple):
@@ -101,13 +120,13 @@ def sites_of(path: pathlib.Path) -> List[Site]:
     source = path.read_text()
     tree = ast.parse(source)
     starts = offsets(source)
-    also = FILES[path.name][1]
+    also = FILES.get(path.name, ((), ()))[1]
     found = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name = name_of(node)
-        if name not in CALLS or name in ("append", "close") and name not in also:
+        if name not in CALLS or name in VAGUE and name not in also:
             continue
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
@@ -131,7 +150,7 @@ def run_tests(folder: pathlib.Path, tests: Tuple[str, ...]) -> Tuple[bool, str]:
                str(folder), "-c", str(folder / "pyproject.toml"), *(str(folder / t) for t in tests)]
     try:
         run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True,
-                             timeout=300)
+                             timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return False, "hangs"
     lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -162,8 +181,12 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="+", help="only these numbers of the list")
     chosen = parser.parse_args()
     sites = [site for name in FILES for site in sites_of(ROOT / "fastdp" / name)]
-    print(f"{len(sites)} calls in {len(FILES)} files wait, record, synchronise or keep alive",
-          flush=True)
+    others = [site for name in GPU_ONLY if (ROOT / "fastdp" / name).exists()
+              for site in sites_of(ROOT / "fastdp" / name)
+              if re.search(rf"\b({'|'.join(ON_GPUS)})\($", site.text.split("(")[0] + "(")]
+    print(f"{len(sites)} calls in {len(FILES)} files wait, record, synchronise or keep alive; "
+          f"{len(others)} more in {len({site.file for site in others})} files can only be shown on "
+          "GPUs", flush=True)
     picked = [number for number, site in enumerate(sites)
               if (not chosen.only or number in chosen.only)
               and (not chosen.file or site.file == chosen.file)]
@@ -171,6 +194,8 @@ def main() -> int:
         for number in picked:
             site = sites[number]
             print(f"{number}: {site.file}:{site.line}: {site.kind}: {site.text}")
+        for site in others:
+            print(f"on GPUs: {site.file}:{site.line}: {site.kind}: {site.text}")
         return 0
     with tempfile.TemporaryDirectory() as name:
         folder = copied(pathlib.Path(name))

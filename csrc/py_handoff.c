@@ -17,7 +17,7 @@ typedef struct py_handoff {
   fdp_handoff slot;
   /* What traverse shows to the garbage collector. The reference itself is the slot's. For a moment
    * this may name an item that a taker has already, which is harmless: the taker holds self too. */
-  PyObject *inside;
+  PyObject *_Atomic inside; /* putter and taker may have it at once where there is no GIL */
   atomic_flag putting; /* handoff.h allows one producer and one consumer */
   atomic_flag taking;
 } py_handoff;
@@ -38,8 +38,10 @@ static PyObject *handoff_new(PyTypeObject *type, PyObject *arguments, PyObject *
 }
 
 static int handoff_traverse(PyObject *object, visitproc visit, void *arg) {
+  PyObject *inside = ((py_handoff *)object)->inside;
+
   Py_VISIT(Py_TYPE(object));
-  Py_VISIT(((py_handoff *)object)->inside);
+  Py_VISIT(inside);
   return 0;
 }
 
@@ -152,6 +154,7 @@ static PyObject *handoff_take(PyObject *object, PyObject *timeout) {
   fdp_status status = FDP_TIMED_OUT;
   int64_t timeout_ms;
   void *item = NULL;
+  PyObject *inside;
   int result = 0;
 
   if (read_timeout(timeout, &timeout_ms) < 0) return NULL;
@@ -172,7 +175,8 @@ static PyObject *handoff_take(PyObject *object, PyObject *timeout) {
   }
   if (status != FDP_OK) return fdp_py_raise(state, status);
   /* Another item may be in already. If it is the same object, the collector merely misses it. */
-  if (self->inside == item) self->inside = NULL;
+  inside = item;
+  atomic_compare_exchange_strong(&self->inside, &inside, NULL);
   return item;
 }
 

@@ -1,16 +1,20 @@
 """What is ordered before what, on pretended GPUs (pretended_gpus.py): an oracle for the waits that
-fastdp makes in Python. Every move, every layer and every gradient of a step declares the tensors that
-it reads and writes, and on which stream; two accesses of one byte, one of them writing, that no
-stream, event or edge of autograd puts in order are reported, whatever really ran first. Memory that
-was freed may be anybody's on the stream that it was taken on: the next to write new memory there has
-to come after all who used it.
+fastdp makes in Python. Every move, every layer and every gradient of a step declares the tensors
+that it reads and writes, and on which stream; two accesses of one byte, one of them writing, that
+no stream, event or edge of autograd puts in order are reported, whatever really ran first. Memory
+that was freed may be anybody's on the stream that it was taken on: the next to write new memory
+there has to come after all who used it.
 
 The autograd engine does here what torch's does on GPUs and no more: a node runs with the stream
 current that was so in its forward, and on other devices the default stream is. A gradient on the
 device of both its producer and its consumer is waited for by the consumer's stream. One that only
 shares the producer's device is waited for by the default stream there; of one that only shares the
 consumer's, the consumer's stream waits for the default stream there. What the engine adds up by
-itself it adds up on those; and memory that a gradient gave back is nobody's before they are done."""
+itself it adds up on those; and memory that a gradient gave back is nobody's before they are done.
+So engine "device" has it. With "direct" a consumer's stream waits for the one that the gradient was
+made on, wherever they are, and sums are made on streams of the engine's own; with "blind" the
+engine orders nothing between devices. Moves are ordered as the verbs promise (csrc/transport.h),
+and no more."""
 
 import functools
 import itertools
@@ -56,7 +60,8 @@ class Block:
 
 
 class Orders:
-    def __init__(self, gpus, monkeypatch):
+    def __init__(self, gpus, monkeypatch, engine="device"):
+        self.engine = engine
         self.gpus = gpus
         self.reports = []
         self.blocks = {}
@@ -132,20 +137,28 @@ class Orders:
 
     # --- moves: home's stream and the others', as the core orders them ---
 
+    def _mover(self, rank, what):
+        stream = self.current(rank)
+        if stream in self._defaults.values():
+            self.reports.append(f"{what} on {stream.name}, which is no stream of the forward's")
+        return stream
+
     def _spread(self, source, parts, what):
         home = self.current()
         for rank, part in parts:
-            stream = self.current(rank)
+            stream = self._mover(rank, what)
             stream.merge(home.clock)
             for tensor in source:
                 self.read(stream, tensor, what)
+            home.merge(stream.clock)
             self.write(stream, part, what)
             self._block(part, None).rank = rank
-            home.merge(stream.clock)
 
     def _collect(self, parts, target, what):
         home = self.current()
-        streams = {rank: self.current(rank) for rank, _ in parts}
+        streams = {rank: self._mover(rank, what) for rank, _ in parts}
+        for rank, part in parts:
+            self.read(streams[rank], part, what)
         for stream in streams.values():
             home.merge(stream.clock)
         for _, part in parts:
@@ -223,21 +236,25 @@ class Orders:
         if ready is None:
             block.rank = rank
             adds = stream if rank == own else self._defaults[GPUS[rank]]
+            if self.engine == "direct":
+                adds = Stream(f"e{len(self.gpus.streams)}", GPUS[rank])
             for each in (*self.gpus.streams, self._defaults[GPUS[rank]]):
                 if each.device == GPUS[rank] and each.name[0] != "s":  # none of user code's
                     adds.merge(each.clock)
             self.write(adds, gradient, "a sum of the engine's")
             block.recorded.append(adds)
+            if self.engine == "direct":
+                stream.merge(adds.clock)
             return
         rank = getattr(gradient, "orders_rank", block.rank)
         default = self._defaults[GPUS[rank]]
-        if rank == own == ready[0]:
+        if self.engine == "direct" or rank == own == ready[0]:
             stream.merge(ready[1])
             block.recorded.append(stream)
-        elif rank == own:
+        elif rank == own and self.engine == "device":
             stream.merge(default.clock)
             block.recorded.append(stream)
-        else:
+        elif self.engine == "device":
             default.merge(ready[1])
             block.recorded.append(default)
 
@@ -260,8 +277,10 @@ class Orders:
                 self.gpus.current.update(outer)
             for output in outputs if isinstance(outputs, tuple) else (outputs,):
                 if isinstance(output, torch.Tensor):
-                    ready = own, dict(stream.clock)
-                    self._block(output, None).ready = ready
+                    block = self._block(output, None)
+                    is_there = output.numel() == 0 or block.rank == own
+                    maker = stream if is_there else self._defaults[GPUS[block.rank]]
+                    ready = block.ready = own, dict(maker.clock)
                     if output.numel() == 0:
                         output.orders_ready, output.orders_rank = ready, own
             return outputs
@@ -307,13 +326,15 @@ class Orders:
             @staticmethod
             def backward(ctx, for_x, for_weight):
                 gradient, x, weight = ctx.saved_tensors
-                found = [x * for_weight, gradient * for_weight, torch.zeros_like(weight)]
-                reads = [for_weight, gradient, x, weight]
+                found, reads = [None, None, torch.zeros_like(weight)], [gradient, x, weight]
+                if for_weight is not None:
+                    found[:2] = x * for_weight, gradient * for_weight
+                    reads.append(for_weight)
                 if for_x is not None:
-                    found[0] = for_x * weight + found[0]
+                    found[0] = for_x * weight if found[0] is None else for_x * weight + found[0]
                     found[2] = (for_x * gradient).sum(0)
                     reads.append(for_x)
-                told(ctx, ctx.rank, "a second backward", reads, found)
+                told(ctx, ctx.rank, "a second backward", reads, filter(torch.is_tensor, found))
                 return (None, *found)
 
         for node in (Layer, Back):

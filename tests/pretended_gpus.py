@@ -1,6 +1,7 @@
 """Two GPUs where there is none: tensors lie on the host, and what torch.cuda knows of streams and
-events is pretended. Nothing is ever late in it unless a test says so: a GPU that is stalled finishes
-nothing that is enqueued on it from then on, and nothing that waits for that, until it is resumed."""
+events is pretended. Nothing is ever late in it unless a test says so: a GPU that is stalled
+finishes nothing that is enqueued on it from then on, and nothing that waits for that, until it is
+resumed."""
 
 import torch
 
@@ -116,6 +117,10 @@ class Gpus:
             make_plan(plan, description, buckets, alone, count, GPUS, communication)
             plan._devices = devices
 
+        in_backward = streams.Snapshot.in_backward
+        monkeypatch.setattr(
+            streams.Snapshot, "in_backward", lambda snapshot, home: in_backward(snapshot, GPUS[0])
+        )
         monkeypatch.setattr(streams.Communication, "__init__", placed)
         monkeypatch.setattr(replica_sets.ReplicaSet, "__init__", placed_set)
         monkeypatch.setattr(plans.Plan, "__init__", placed_plan)

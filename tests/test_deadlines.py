@@ -280,6 +280,7 @@ def test_a_forked_child_trains_with_a_deadline_of_its_own(gpus):
     if child == 0:
         code = 1
         try:
+            assert any(len(marks) > 0 for marks in deadlines._left_by_parent)
             gpus.resume()
             code = 0 if is_right(step(dp)) and is_right(step(dp)) else 2
             gpus.stall(GPUS[0])

@@ -1,6 +1,7 @@
-"""The waits that fastdp makes in Python, on pretended GPUs under an oracle (orders.py): whole steps,
-with parameters beside and in line with compute, in which no two accesses may be without an order.
-`build_tools/python_mutation.py` leaves out one wait at a time; then something here has to fail."""
+"""The waits that fastdp makes in Python, on pretended GPUs under an oracle (orders.py): whole
+steps, with parameters beside and in line with compute, in which no two accesses may be without an
+order. `build_tools/python_mutation.py` leaves out one wait at a time; then something here has to
+fail."""
 
 import functools
 import gc
@@ -30,7 +31,8 @@ class Net(nn.Module):
         self.weights = nn.ParameterList(
             nn.Parameter(torch.full((WIDTH,), float(k + 1)).double()) for k in range(LAYERS)
         )
-        self.idle = nn.Parameter(torch.ones(WIDTH).double())
+        self.last = nn.Module()  # whose bucket nobody reads
+        self.last.idle = nn.Parameter(torch.ones(WIDTH).double())
 
     def forward(self, x, *others):
         """`others` are read, each as a layer's weight."""
@@ -124,13 +126,14 @@ def gpus(monkeypatch, hidden):
     return Gpus(monkeypatch, hidden)
 
 
-@pytest.fixture
-def orders(gpus, monkeypatch):
-    found = Orders(gpus, monkeypatch)
+@pytest.fixture(params=["device", "direct"])
+def orders(gpus, monkeypatch, request):
+    found = Orders(gpus, monkeypatch, request.param)
     yield found
     assert not found.reports, "\n".join(dict.fromkeys(found.reports))
 
 
+@pytest.mark.parametrize("orders", ["device", "direct", "blind"], indirect=True)
 def test_steps(orders):
     training = Training(orders)
     for _ in range(4):
@@ -155,8 +158,9 @@ def test_steps_with_arguments_for_all(orders):
         orders.write(orders.current(), whole.detach(), "the next argument")
 
 
-def test_steps_that_are_differentiated_twice(orders):
-    training = Training(orders)
+@pytest.mark.parametrize("timeout_s", [None, 1000])
+def test_steps_that_are_differentiated_twice(orders, timeout_s):
+    training = Training(orders, timeout_s=timeout_s)
     for _ in range(3):
         out = training.forward()
         weights = list(training.module.weights)
@@ -170,6 +174,38 @@ def test_steps_that_are_differentiated_twice(orders):
         for weight in weights:
             weight.grad = None
         del out, found
+
+
+def test_steps_that_are_differentiated_three_times(orders):
+    training = Training(orders)
+    weights = list(training.module.weights)
+    for _ in range(3):
+        found = [training.forward()]
+        for _ in range(2):
+            above = [training.above(each) for each in found]
+            found = torch.autograd.grad(found, weights, above, create_graph=True)
+            orders.join(orders.current(), found)
+        torch.autograd.backward(found, [training.above(each) for each in found])
+        orders.join(orders.current(), [weight.grad for weight in weights])
+        training.write("an optimizer")
+        for weight in weights:
+            weight.grad = None
+        del found
+
+
+def test_second_derivatives_again_and_again(orders):
+    training = Training(orders)
+    weights = list(training.module.weights)
+    out = training.forward()
+    found = torch.autograd.grad(out, weights, training.above(out), create_graph=True)
+    orders.join(orders.current(), found)
+    for _ in range(3):
+        above = [training.above(gradient) for gradient in found]
+        again = torch.autograd.grad(found, weights, above, retain_graph=True)
+        orders.join(orders.current(), again)
+        for gradient in again:
+            orders.read(orders.current(), gradient.detach(), "the user")
+        del again
 
 
 def test_evaluation_between_steps(orders):
