@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
+from fastdp import fits
 from fastdp.fits import DeviceFit, Fit
 
 
@@ -367,3 +368,104 @@ def test_what_lies_on_the_host_beforehand():
     Ones.apply(*leaves(dp(x))).backward()
     again = copy.copy(dp.fits(x).devices["cpu"])
     assert again.held_bytes >= 2 * size_bytes and again.step_bytes == row.step_bytes
+
+
+# Several devices, pretended: who is acted out, in which order, and what is added up.
+
+GPUS = [torch.device("cuda", index) for index in range(4)]
+
+
+@pytest.fixture
+def acted(monkeypatch):
+    """fit(ids, rows, ...) of a wrapper whose replicas are taken to lie on those GPUs; with what was
+    acted out. Each replica takes 100 bytes for a row, and gives 10."""
+    places = []
+
+    def rehearse(step, place):
+        rows = [len(part.row[0]) for part in place.parts]
+        places.append((place.device, [part.rank for part in place.parts], rows))
+        places[-1] += (place.outputs_bytes,)
+        return fits.Taken(100 * sum(rows), 10 * sum(rows))
+
+    def run(ids, rows, output_device=0, **options):
+        places.clear()
+        devices = tuple(GPUS[k] for k in ids)
+        dp = fastdp.DataParallel(linear(), ["cpu"] * len(ids), **options)
+        output = GPUS[output_device] if output_device is not None else torch.device("cpu")
+        monkeypatch.setattr(fits, "parse_devices", lambda ids, name: devices)
+        monkeypatch.setattr(fits, "parse_device", lambda device, name: output)
+        x = torch.ones(rows, 3).double()
+        taken = fits._taken(dp, (x,), {}, True, {})
+        return taken, list(places)
+
+    monkeypatch.setattr(fits, "rehearse", rehearse)
+    return run
+
+
+def test_the_device_that_joins_comes_last(acted):
+    taken, places = acted([0, 1], 5)
+    assert places == [(GPUS[1], [1], [2], None), (GPUS[0], [0], [3], 20)]
+    assert taken == {GPUS[0]: 300, GPUS[1]: 200}
+    taken, places = acted([0, 1], 5, output_device=1)
+    assert places == [(GPUS[0], [0], [3], None), (GPUS[1], [1], [2], 30)]
+    taken, places = acted([0, 1], 4, output_device=None)
+    assert [place[3] for place in places] == [None, None]
+    assert taken == {GPUS[0]: 200, GPUS[1]: 200, torch.device("cpu"): 40}
+    taken, places = acted([0, 1], 4, output_device=None, gather_outputs=False)
+    assert taken == {GPUS[0]: 200, GPUS[1]: 200}
+
+
+def test_alike_replicas_are_acted_out_once(acted):
+    taken, places = acted([0, 1, 2, 3], 11)  # 3, 3, 3 and 2 rows
+    assert [place[:3] for place in places] == [
+        (GPUS[1], [1], [3]),
+        (GPUS[3], [3], [2]),
+        (GPUS[0], [0], [3]),
+    ]
+    assert places[-1][3] == 30 + 30 + 20
+    assert taken == {GPUS[0]: 300, GPUS[1]: 300, GPUS[2]: 300, GPUS[3]: 200}
+
+
+def test_replicas_of_one_device_are_acted_out_together(acted):
+    taken, places = acted([0, 1, 0, 1], 8)
+    assert [place[:3] for place in places] == [
+        (GPUS[1], [1, 3], [2, 2]),
+        (GPUS[0], [0, 2], [2, 2]),
+    ]
+    assert taken == {GPUS[0]: 400, GPUS[1]: 400}
+
+
+def test_replicas_without_work_take_nothing(acted):
+    taken, places = acted([0, 1, 2], 2)
+    assert taken == {GPUS[0]: 100, GPUS[1]: 100} and len(places) == 2
+
+
+def test_what_a_recording_keeps_is_each_replicas(acted):
+    eager, _ = acted([0, 1, 1], 6)
+    recorded, _ = acted([0, 1, 1], 6, engine="graph")
+    packed = [recorded[device] - eager[device] for device in GPUS[:2]]
+    assert packed[1] == 2 * packed[0] > 2 * (6 + 2) * 8 - 1
+
+
+def test_scratch_between_several_gpus(monkeypatch):
+    dp = fastdp.DataParallel(
+        nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5))), ["cpu"] * 2,
+        bucket_bytes=64 * 64 * 4,
+    )  # fmt: skip
+    assert fits._scratch(dp) == {}  # nothing is known yet, nor are there several
+    dp.fits(torch.ones(4, 64))
+    assert fits._scratch(dp) == {}
+    monkeypatch.setattr(fits, "devices_of", lambda wrapper: GPUS[:2])
+    # Five buckets of a size have three buffers between them.
+    assert fits._scratch(dp) == {device: 3 * 64 * 64 * 4 for device in GPUS[:2]}
+    monkeypatch.setattr(fits, "_POOL_DEEP_BYTES", 1000)
+    assert fits._scratch(dp) == {device: 64 * 64 * 4 for device in GPUS[:2]}
+
+
+@pytest.mark.parametrize(
+    "size_bytes, rounded",
+    [(1, 512), (512, 512), (513, 640), (640, 640), (1024, 1024), (2**20 + 1, 5 * 2**18)],
+    ids=str,
+)
+def test_sizes_of_scratch_are_the_cores(size_bytes, rounded):
+    assert fits._class_bytes(size_bytes) == rounded
