@@ -6,11 +6,13 @@ object. Inside, torch guards all that the form's key does not tell.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
+import logging
 import time
 import types
-from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Hashable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -80,15 +82,18 @@ class Family:
         if error is None:
             self._error = "torch.compile is switched off here"
             return
-        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
         text = str(error).strip().splitlines() or [""]
         self._error = f"{type(error).__name__}: {text[0]}"
-        if form.whole and isinstance(error, Unsupported):
+        # Of what cannot be one graph parts may do; a compiler that fails, fails with parts, too.
+        is_dynamos = isinstance(error, TorchDynamoException)
+        if form.whole and is_dynamos and not isinstance(error, BackendCompilerFailed):
             self._breaks = self._error
 
-    def give_up(self) -> str:
-        self.reason, self._error = self._error, ""
+    def give_up(self, reason: str = "") -> str:
+        """Nothing more is compiled; the reason, which is the last error's unless it is given."""
+        self.reason, self._error = reason or self._error, ""
         return self.reason
 
     def forgive(self) -> None:
@@ -133,7 +138,7 @@ class Form:
         self._known = tuple(map(id, known))
         started, before = time.perf_counter(), self._owner.count
         try:
-            with readiness.compiling():
+            with readiness.compiling(), _messages_of_once_left_out():
                 return self._call(self._compile, where, module, args, kwargs)
         finally:
             self._now, self._known = None, ()
@@ -197,6 +202,23 @@ class Form:
         if self.reason:
             result["reason"] = self.reason
         return result
+
+
+@contextlib.contextmanager
+def _messages_of_once_left_out() -> Iterator[None]:
+    """transformers says some things once, by methods of its own on all loggers. They would break
+    the graph for a message that no later step has, so what is compiled does without them."""
+    from torch._dynamo import config
+
+    names = ("ignore_logging_functions", "ignore_logger_methods")  # by version
+    found = [getattr(logging.Logger, f"{kind}_once", None) for kind in ("warning", "info")]
+    known = next((name for name in names if hasattr(config, name)), None)
+    if known is None or not any(found):
+        yield
+        return
+    left_out = getattr(config, known) | {function for function in found if function is not None}
+    with config.patch({known: left_out}):
+        yield
 
 
 def takes_guard_filter() -> bool:

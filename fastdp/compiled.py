@@ -129,8 +129,11 @@ class Compiled:
                     state.restore()
                     family.failed(form, error)
                     continue
-                if output is not MISSED:
+                if output is not MISSED and form.graphs:
                     family.keep(form, arguments.sizes, where.device)
+                    return output
+                if output is not MISSED:  # all of it was left to Python
+                    self._leave(family.give_up(form.reason or "no operators were found in it"))
                     return output
                 family.failed(form, None)
         try:
@@ -138,12 +141,15 @@ class Compiled:
         except BaseException:
             family.forgive()  # it was the model's own error, and none of the compiler's
             raise
-        reason = family.give_up()
+        self._leave(family.give_up())
+        return output
+
+    def _leave(self, reason: str) -> None:
+        """A kind of call runs uncompiled from now on."""
         self._note(reason)
         if not any(each.made for each in self._families.copy().values()):
             # Replicas that are never compiled wait for their parameters where they read them.
             self._refused = reason
-        return output
 
     def _note(self, reason: str) -> None:
         if reason not in self.reasons:

@@ -390,3 +390,60 @@ def test_a_number_that_changes_at_each_step_does_not_compile_for_ever(fast):
         twins.step(twins.rows(), 1.5 + step)
         counts.append(twins.count)
     assert counts[-1] == counts[3] and twins.reasons == []
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.last(self.lstm(x)[0])
+
+
+def test_a_forward_of_which_nothing_is_compiled_runs_uncompiled(fast):
+    twins = Twins(fast, Recurrent())
+    for _ in range(2):
+        twins.step(twins.rows(6, 12).view(6, 3, 4))
+    assert len(twins.reasons) == 1 and "LSTM" in twins.reasons[0]
+    assert twins.forms == []
+
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y if x.sum().item() > 0 else -y
+
+
+def test_a_value_that_is_read_breaks_the_graph_and_no_more(fast):
+    twins = Twins(fast, Reading())
+    for seed in range(4):
+        twins.step(twins.rows(seed=seed))
+    assert {form["kind"] for form in twins.forms} == {"breaks"}
+    assert twins.reasons == []
+
+
+speaker = logging.getLogger("speaking")
+
+
+class Speaking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        speaker.warning_once("said once")
+        return self.layer(x)
+
+
+def test_what_transformers_says_once_breaks_no_graph(fast):
+    pytest.importorskip("transformers.utils.logging")
+    twins = Twins(fast, Speaking())
+    for seed in range(2):
+        twins.step(twins.rows(seed=seed))
+    assert [form["kind"] for form in twins.forms] == ["one size"]
+    assert twins.count == count_for(fast, 2)
