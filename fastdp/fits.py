@@ -11,10 +11,12 @@ from .cuts import scatter_arguments
 from .devices import HOST, parse_device, parse_devices
 from .diagnosis import size_text
 from .engine_choice import forked_generators
+from .environment import DEFAULT_BUCKET_BYTES
 from .marks import unmarked
 from .memory import devices_of, gradients_of, held_by, scratch_bytes, tensors_in, usage
 from .optimizer_state import missing_bytes
 from .rehearsal import Part, Place, Step, Taken, map_tensors, rehearse
+from .replicas import Replicator
 from .scattered import Scattered
 from .streams import distinct
 
@@ -135,15 +137,13 @@ def _taken(
         rows, named = ((),), ({},)  # as a forward without arguments runs: once
     ranks = len(rows)
     single = len(devices) == 1
-    if single:
-        tensors = tuple(tensors_in(wrapper.module))
-        plan, count = None, sum(1 for _ in wrapper.module.parameters())
-    else:
+    replicator = wrapper._fastdp_get_runtime().replicator
+    plan = None
+    if not single:
         with torch.set_grad_enabled(train):
-            plan, tensors = wrapper._fastdp_get_runtime().replicator.plan_for(ranks, train)
-        count = plan.parameter_count
+            plan = replicator.plan_for(ranks, train)
     joined = wrapper._fastdp_gather_outputs and not single
-    step = Step(wrapper.module, plan, tensors, count, train, joined, workspace)
+    step = _step_of(replicator, plan, train, joined, workspace)
     output_device = parse_device(wrapper.output_device, "output_device")
     packed = _packed_bytes(wrapper, plan) if train else 0
     found: Bytes = {}
@@ -170,12 +170,19 @@ def _taken_directly(
     wrapper: Any, inputs: Any, kwargs: Any, train: bool, workspace: Dict[Any, int]
 ) -> Bytes:
     """Where the module is called with the arguments as they are."""
-    tensors = tuple(tensors_in(wrapper.module))
-    count = sum(1 for _ in wrapper.module.parameters())
     device = devices_of(wrapper)[0]
-    step = Step(wrapper.module, None, tensors, count, train, False, workspace)
+    replicator = Replicator(wrapper.module, (device,), DEFAULT_BUCKET_BYTES, "zero")
+    step = _step_of(replicator, None, train, False, workspace)
     place = Place(device, [Part(0, inputs, kwargs)], False, None)
     return {device: rehearse(step, place).peak_bytes}
+
+
+def _step_of(
+    replicator: Replicator, plan: Any, train: bool, joined: bool, workspace: Dict[Any, int]
+) -> Step:
+    parameters, buffers = replicator.tensors()
+    tensors, count = parameters + buffers, len(parameters)
+    return Step(replicator.dressed, plan, tensors, count, train, joined, workspace)
 
 
 def _cut(wrapper: Any, inputs: Any, kwargs: Any) -> Tuple[Sequence[Any], Sequence[Any]]:

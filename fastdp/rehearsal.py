@@ -1,7 +1,7 @@
 """A step of the replicas of one device on tensors without memory (torch's fake tensors), to see how
 much it would take there. The moves of parameters and gradients are acted out: which memory they
-make, and how long they hold what. Nothing of the module is written: its copies are fresh, its
-parameters fake."""
+make, and how long they hold what. Nothing of the module is written: replicas run, with parameters
+that are fake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from . import _torch_compat
 from .containers import tensors_of, with_items
-from .fresh_replicas import fresh_replicas
 from .ledger import Ledger
 from .marks import Replicated
 from .plans import Plan, Tensors
@@ -29,7 +28,7 @@ _HELD_BUCKETS = 3
 class Step(NamedTuple):
     """What is acted out. `plan` is None where the module is called directly."""
 
-    module: nn.Module
+    dressed: Callable[[Any], List[nn.Module]]  # replicas with given (parameters, buffers)
     plan: Optional[Plan]
     tensors: Tensors  # of the module: parameters, then buffers
     parameter_count: int
@@ -92,8 +91,10 @@ def _act(step: Step, place: Place, own: Sequence[torch.Tensor], ledger: Ledger) 
         (_placed(part.row, place, ledger), _placed(part.named, place, ledger))
         for part in place.parts
     ]
+    # Nothing but these gets a gradient, whatever else the forward has reached.
+    leaves = [each for each in (*own, *tensors_of(arguments)) if each.requires_grad]
     moved = [list(own)] if step.plan is None else _Moves(step.plan, place).copies(own)
-    replicas = [_replica(step, tensors) for tensors in moved]
+    replicas = _replicas(step, moved)
     outputs = []
     for replica, (row, named) in zip(replicas, arguments):
         outputs += tensors_of(replica(*row, **named))
@@ -106,11 +107,11 @@ def _act(step: Step, place: Place, own: Sequence[torch.Tensor], ledger: Ledger) 
     elif not step.joined:
         joined = outputs  # the caller has them themselves
     wanted = [output for output in outputs if output.requires_grad]
-    if step.train and wanted:
+    if step.train and wanted and leaves:
         whole_bytes = joined.numel() if isinstance(joined, torch.Tensor) else 0
         end = _Loss.apply(whole_bytes, *wanted)
         del outputs, wanted
-        end.backward()
+        end.backward(inputs=leaves)
     del joined  # not before: whoever calls the wrapper has a name for the output
     return output_bytes
 
@@ -139,14 +140,14 @@ class _Loss(Function):
         return (None, *cut)
 
 
-def _replica(step: Step, tensors: Sequence[torch.Tensor]) -> nn.Module:
+def _replicas(step: Step, moved: Sequence[Sequence[torch.Tensor]]) -> List[nn.Module]:
     cut = step.parameter_count
-    row = tuple(tensors[:cut]), tuple(tensors[cut:])
-    replica = fresh_replicas(step.module, step.tensors[:cut], step.tensors[cut:], [row])[0]
-    if step.train != step.module.training:
-        for module in replica.modules():
-            module.training = step.train
-    return replica
+    replicas = step.dressed([(tuple(row[:cut]), tuple(row[cut:])) for row in moved])
+    for replica in replicas:
+        if step.train != replica.training:
+            for module in replica.modules():
+                module.training = step.train
+    return replicas
 
 
 class _Moves:

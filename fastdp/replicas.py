@@ -139,16 +139,34 @@ class Replicator:
 
         return self._held(root, True, collect)
 
-    def plan_for(self, ranks: int, differentiable: bool) -> Tuple[Plan, Tensors]:
-        """How the module as it is now would travel to the first `ranks` devices, and its tensors:
-        parameters, then buffers."""
+    def tensors(self) -> Tuple[Tensors, Tensors]:
+        """The module's parameters and buffers as they are now, each once."""
+        root = self._module()
+        return self._held(root, True, lambda same: self._tree.collect()[:2])
+
+    def plan_for(self, ranks: int, differentiable: bool) -> Plan:
+        """How the module as it is now would travel to the first `ranks` devices."""
         root = self._module()
 
-        def make(same: bool) -> Tuple[Plan, Tensors]:
+        def make(same: bool) -> Plan:
             parameters, buffers, pattern = self._tree.collect()
             tensors = parameters + buffers
-            plan = self._plan(root, tensors, pattern, len(parameters), ranks, differentiable)
-            return plan, tensors
+            return self._plan(root, tensors, pattern, len(parameters), ranks, differentiable)
+
+        return self._held(root, True, make)
+
+    def dressed(self, rows: Sequence[Tuple[Tensors, Tensors]]) -> List[nn.Module]:
+        """New replicas with these (parameters, buffers), which wait for nothing and are not kept:
+        for a forward that is only tried."""
+        root = self._module()
+        no_plan: Any = None  # where nothing is waited for, none is looked at
+
+        def make(same: bool) -> List[nn.Module]:
+            parameters, buffers, _ = self._tree.collect()
+            if self._fresh:
+                return fresh_replicas(root, parameters, buffers, rows)
+            replicas = ReplicaSet(self._tree, root, self.devices[:1] * len(rows))
+            return replicas.refresh(root, rows, no_plan, self._in_line)
 
         return self._held(root, True, make)
 

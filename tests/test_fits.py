@@ -3,6 +3,7 @@ it refuses. GPUs: test_memory_cuda.py."""
 
 import copy
 import random
+import types
 from pathlib import Path
 
 import pytest
@@ -469,3 +470,73 @@ def test_scratch_between_several_gpus(monkeypatch):
 )
 def test_sizes_of_scratch_are_the_cores(size_bytes, rounded):
     assert fits._class_bytes(size_bytes) == rounded
+
+
+# Models whose replicas are not simply copies.
+
+
+def patched():
+    """Its forward is a bound method that somebody put there, as libraries for adapters do."""
+    net = Named()
+    inner = net.first.forward
+    net.first.forward = lambda x: inner(x) * 1.0
+    net.forward = types.MethodType(lambda self, x: self.second(self.first(x).tanh()), net)
+    return net
+
+
+def closed_over():
+    net = Named()
+    apart = nn.Linear(100, 200)
+    net.forward = types.MethodType(lambda self, x: self.second(self.first(x)) + apart(x), net)
+    net.hidden = [apart]  # not registered: no replica has one
+    return net
+
+
+def normed():
+    net = Named()
+    nn.utils.parametrizations.weight_norm(net.first)
+    return net
+
+
+def recurrent():
+    class Last(nn.LSTM):
+        def forward(self, x):
+            return super().forward(x.unsqueeze(1))[0]
+
+    return Last(100, 20, 2)
+
+
+def compiled():
+    net = Named()
+    net.compile(backend="eager")
+    return net
+
+
+def nested():
+    return nn.Sequential(fastdp.DataParallel(nn.Linear(100, 30), ["cpu", "cpu"]), nn.ReLU())
+
+
+def scripted():
+    return torch.jit.script(nn.Sequential(nn.Linear(100, 30), nn.Tanh()))
+
+
+ODD = [patched, closed_over, normed, recurrent, compiled, nested, scripted]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("ids", REPLICAS[:3])
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+def test_odd_models_are_estimated_and_left_alone(make, ids):
+    net = make()
+    dp, x = fastdp.DataParallel(net, ids, sequential=True), torch.randn(32, 100)
+    tensors = list(dp.parameters())
+    for apart in getattr(net, "hidden", ()):
+        tensors += apart.parameters()
+    values = [tensor.detach().clone() for tensor in tensors]
+    fit = dp.fits(x)
+    assert fit and step_bytes(fit) > x.nbytes // 2
+    assert all(tensor.grad is None for tensor in tensors)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, values, strict=True))
+    assert all(type(tensor) is nn.Parameter for tensor in tensors)
+    Ones.apply(*leaves(dp(x))).backward()
+    assert all(torch.is_tensor(p.grad) and p.grad.isfinite().all() for p in dp.parameters())
