@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Hashable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Hashable, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
