@@ -48,6 +48,8 @@ core-test:
 	@$(MAKE) --no-print-directory -C tests/c test asan tsan
 	@echo; echo "== Simulated training: every order, and calls that fail"
 	@$(MAKE) --no-print-directory -s -C tests/c -f simulate.mk -j$$(nproc) short
+	@echo; echo "== The same with a wait left out: it has to be noticed"
+	@"$(PYTHON)" build_tools/mutation.py --file order.c --schedules 2000
 	@echo; echo "== The corpora of the fuzz targets, under address and undefined behaviour sanitizers"
 	@$(MAKE) --no-print-directory -s -C tests/fuzz -j$$(nproc) PYTHON="$(PYTHON)" replay
 	@echo; echo "== The CUDA device over a runtime that fails on demand"
@@ -66,6 +68,8 @@ programs: environment
 python-test: environment programs
 	@echo; echo "== The Python tests"
 	@$(USE); "$$python" -m pytest -q $(SIDE_BY_SIDE)
+	@echo; echo "== Steps on pretended GPUs with a wait left out: it has to be noticed"
+	@$(USE); "$$python" build_tools/python_mutation.py --file awaited.py
 
 # A build beside the editable install. What runs from its folder, with it first on the path, imports
 # it; a wrong import would make the run worthless, so it is looked at.

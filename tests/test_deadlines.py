@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from engine_cases import Recorder
 from nets import Net, ints
 from pretended_gpus import GPUS, Gpus
 from torch import nn
@@ -19,6 +20,7 @@ from torch import nn
 import fastdp
 from fastdp import _C, deadlines
 from fastdp.buckets import Bucket
+from fastdp.recordings import Recording
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cuda.is_built() and not torch.cuda.is_available(),
@@ -290,6 +292,23 @@ def test_a_forked_child_trains_with_a_deadline_of_its_own(gpus):
         os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     gpus.resume()
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph"])
+def test_recorded_steps_have_the_deadline_too(monkeypatch, engine):
+    dp = fastdp.DataParallel(Net(), ["cpu"] * 2, timeout_s=DEADLINE_S, engine=engine)
+    dp._fastdp_get_runtime().recorder = Recorder()
+    seen = []
+    plain = Recording.forward
+
+    def forward(recording, *arguments):
+        seen.append(deadlines.own_deadline())
+        return plain(recording, *arguments)
+
+    monkeypatch.setattr(Recording, "forward", forward)
+    for _ in range(40):
+        assert is_right(step(dp))
+    assert seen and set(seen) == {dp._fastdp_runtime._deadline}
 
 
 def test_replicas_on_the_host_and_on_one_device_have_no_marks():
