@@ -65,6 +65,16 @@ def made(timeout_s=TIMEOUT_S, **options):
     return fastdp.DataParallel(Net(), ["cpu"] * 2, timeout_s=timeout_s, bucket_bytes=64, **options)
 
 
+def census(dp):
+    """What is there between steps: tensors, marks, threads."""
+    dp.zero_grad()
+    dp._fastdp_get_runtime()._deadline.check()
+    gc.collect()
+    tensors = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+    marks = sum(type(each) is deadlines._Mark for each in gc.get_objects())
+    return tensors, marks, threading.active_count()
+
+
 def late(dp):
     """What a step raises when something is late."""
     with pytest.raises(fastdp.CommunicationTimeoutError) as caught, in_time():
@@ -137,6 +147,7 @@ def test_every_event_of_a_step_stalls_in_turn(gpus):
     step(dp)
     count = gpus.records - first
     assert count > 6
+    kept = census(dp)
     for nth in range(1, count + 1):
         gpus.stalls_at = gpus.records + nth
         late(dp)
@@ -145,6 +156,7 @@ def test_every_event_of_a_step_stalls_in_turn(gpus):
         gpus.resume()
         assert is_right(step(dp)) and is_right(step(dp))
         assert dp._fastdp_runtime.leases() == []
+    assert census(dp) == kept
     print(f"{count} events of a step stalled")
 
 
