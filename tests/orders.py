@@ -259,8 +259,15 @@ class Orders:
             block.recorded.append(default)
 
     def _backward(self, plain):
-        # Whose gradients come from one device each.
-        is_of_all = plain.__qualname__.startswith(("Scatter.", "Copies."))
+        kind = plain.__qualname__.partition(".")[0]
+
+        def rank_of(ctx, index, own):
+            """Where a gradient of that index lies."""
+            if kind in ("Scatter", "Copies"):
+                return index
+            if kind == "Broadcast" and not ctx.linked and index < 2 * ctx.bucket.count:
+                return index // ctx.bucket.count
+            return own
 
         @functools.wraps(plain)
         def backward(ctx, *gradients):
@@ -268,7 +275,7 @@ class Orders:
             own = GPUS.index(stream.device)
             for index, gradient in enumerate(gradients):
                 if gradient is not None:
-                    self._receive(stream, gradient, index if is_of_all else own)
+                    self._receive(stream, gradient, rank_of(ctx, index, own))
             outer = dict(self.gpus.current)
             self.gpus.current.update({**self._defaults, stream.device: stream})
             try:

@@ -182,7 +182,7 @@ def test_steps_that_are_differentiated_three_times(orders):
     for _ in range(3):
         found = [training.forward()]
         for _ in range(2):
-            above = [training.above(each) for each in found]
+            above = [training.above(each).requires_grad_() for each in found]
             found = torch.autograd.grad(found, weights, above, create_graph=True)
             orders.join(orders.current(), found)
         torch.autograd.backward(found, [training.above(each) for each in found])
