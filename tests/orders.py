@@ -12,9 +12,9 @@ shares the producer's device is waited for by the default stream there; of one t
 consumer's, the consumer's stream waits for the default stream there. What the engine adds up by
 itself it adds up on those; and memory that a gradient gave back is nobody's before they are done.
 So engine "device" has it. With "direct" a consumer's stream waits for the one that the gradient was
-made on, wherever they are, and sums are made on streams of the engine's own; with "blind" the
-engine orders nothing between devices. Moves are ordered as the verbs promise (csrc/transport.h),
-and no more."""
+made on, wherever they are, and sums are made on streams of the engine's own; with "node" it waits
+for the stream of the producer's node instead; with "blind" the engine orders nothing between
+devices. Moves are ordered as the verbs promise (csrc/transport.h), and no more."""
 
 import functools
 import itertools
@@ -248,7 +248,7 @@ class Orders:
             return
         rank = getattr(gradient, "orders_rank", block.rank)
         default = self._defaults[GPUS[rank]]
-        if self.engine == "direct" or rank == own == ready[0]:
+        if self.engine in ("direct", "node") or rank == own == ready[0]:
             stream.merge(ready[1])
             block.recorded.append(stream)
         elif rank == own and self.engine == "device":
@@ -286,7 +286,8 @@ class Orders:
                 if isinstance(output, torch.Tensor):
                     block = self._block(output, None)
                     is_there = output.numel() == 0 or block.rank == own
-                    maker = stream if is_there else self._defaults[GPUS[block.rank]]
+                    other = self._defaults[GPUS[block.rank]]
+                    maker = stream if is_there or self.engine == "node" else other
                     ready = block.ready = own, dict(maker.clock)
                     if output.numel() == 0:
                         output.orders_ready, output.orders_rank = ready, own

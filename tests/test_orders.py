@@ -133,7 +133,7 @@ def orders(gpus, monkeypatch, request):
     assert not found.reports, "\n".join(dict.fromkeys(found.reports))
 
 
-@pytest.mark.parametrize("orders", ["device", "direct", "blind"], indirect=True)
+@pytest.mark.parametrize("orders", ["device", "direct", "node", "blind"], indirect=True)
 def test_steps(orders):
     training = Training(orders)
     for _ in range(4):
@@ -158,6 +158,7 @@ def test_steps_with_arguments_for_all(orders):
         orders.write(orders.current(), whole.detach(), "the next argument")
 
 
+@pytest.mark.parametrize("orders", ["device", "direct", "node"], indirect=True)
 @pytest.mark.parametrize("timeout_s", [None, 1000])
 def test_steps_that_are_differentiated_twice(orders, timeout_s):
     training = Training(orders, timeout_s=timeout_s)
