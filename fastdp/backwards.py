@@ -1,6 +1,6 @@
 """One way back through a recorded step: all replicas' backward graphs, for gradients of some of the
 outputs. A recording has one for those that had gradients while it was watched, and if these are not
-all of them, another for all."""
+all of them, another for all. And the sums of what they gave, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, FrozenSet, List, Optional, Sequence
 
 import torch
 
+from . import _C
+from .buckets import Bucket
 from .tapes import Column, Tape
 
 
@@ -41,3 +43,25 @@ def ways(columns: Sequence[Column], asked: Optional[FrozenSet[int]]) -> List[Lis
     some = every if asked is None else [place for place in every if place in asked]
     found = [some, every] if 0 < len(some) < len(every) else [every]
     return [places for places in found if places]
+
+
+class Sums:
+    """The gradients of one bucket, packed by each replica, on their way to their sum."""
+
+    def __init__(self, bucket: Bucket, tapes: Sequence[Tape], keeps_none: bool) -> None:
+        k = bucket.number
+        self.bucket = bucket
+        self._keeps_none = keeps_none
+        self._packed = tuple(tape.packed[k] for tape in tapes)
+        self._ready = [(tape.device, event) for tape in tapes for event in tape.ready[k : k + 1]]
+
+    def into(self, flat: torch.Tensor, way: Backward) -> List[Optional[torch.Tensor]]:
+        """On the streams that are current: behind the recorded events, the sum in rank order."""
+        for device, event in self._ready:
+            torch.cuda.current_stream(device).wait_event(event)
+        size = self._packed[0].numel()
+        _C.reduce(self._packed, flat if flat.numel() == size else flat[:size])
+        slots: List[Optional[torch.Tensor]] = list(self.bucket.slots(flat))
+        for slot in way.unused[self.bucket.number] if self._keeps_none else ():
+            slots[slot] = None
+        return slots

@@ -19,7 +19,6 @@ from typing import (
     Dict,
     Hashable,
     List,
-    NamedTuple,
     Optional,
     Sequence,
     Tuple,
@@ -28,8 +27,8 @@ from typing import (
 import torch
 
 from . import _torch_compat, captures, signatures
-from .asked import Asked
 from .engine_choice import NOTHING
+from .engine_entries import Entry, Key
 from .placement import tensors_of
 from .plans import Source
 from .recordings import Recording
@@ -48,50 +47,6 @@ MAX_RECORDINGS = 4
 _MAX_RESTARTS = 3
 
 
-class _Key(NamedTuple):
-    """A signature."""
-
-    arguments: Hashable
-    place: Hashable  # of the module's parameters and buffers
-    training: bool
-    state: Hashable
-    dim: int
-
-
-class _Entry:
-    """What is known of one signature."""
-
-    def __init__(self, number: int, key: _Key) -> None:
-        self.number = number
-        self.key = key
-        self.steps: Dict[str, int] = {"eager": 0, "graph": 0}
-        self.watched = 0
-        self.restarts = 0
-        self.reason = ""  # why it is eager for good
-        self.note = ""  # why the last eager step was, where a recorded one had been there
-        self.snapshot: Any = None
-        self.asked = Asked()
-        self.recording: Optional[Recording] = None
-        self.trial: Optional[Trial] = None
-        self.times: Optional[Tuple[float, float]] = None
-
-    def forget(self) -> None:
-        self.snapshot = self.recording = self.trial = None
-        self.asked = Asked()
-        self.watched = 0
-
-    def description(self) -> Dict[str, Any]:
-        engine = "graph" if self.recording is not None else "eager"
-        result: Dict[str, Any] = {"engine": engine, "steps": dict(self.steps)}
-        if self.reason or self.note:
-            result["reason"] = self.reason or self.note
-        if self.recording is not None:
-            result["bytes"] = self.recording.size_bytes()
-        if self.times:
-            result["graph_ms"], result["eager_ms"] = self.times
-        return result
-
-
 class Engine:
     """The engine of one wrapper on one list of devices. Any thread: a forward that meets another
     thread's runs eagerly."""
@@ -101,10 +56,10 @@ class Engine:
         self._replicator = replicator
         self._against = "" if recorder else captures.reason_against(replicator.devices)
         self._recorder = recorder
-        self._entries: "OrderedDict[_Key, _Entry]" = OrderedDict()
+        self._entries: "OrderedDict[Key, Entry]" = OrderedDict()
         # Recorded signatures, by what can be known of them before arguments are cut.
-        self._whole: Dict[Hashable, _Entry] = {}
-        self._last: Optional[_Entry] = None
+        self._whole: Dict[Hashable, Entry] = {}
+        self._last: Optional[Entry] = None
         self._made = 0
         self._lock = threading.Lock()
         self._watching = threading.local()
@@ -253,25 +208,25 @@ class Engine:
 
     def _signature(
         self, root: Any, rows: Any, named: Any, dim: int
-    ) -> Tuple[_Key, Any, Source]:
+    ) -> Tuple[Key, Any, Source]:
         devices = self._replicator.devices[: len(rows)]
         if _torch_compat.forward_mode_active():
             raise NotRecordable("forward-mode differentiation is active")
         arguments, pieces = signatures.of_arguments(rows, named, devices)
         source = self._replicator.source(len(rows), _wants_gradients(), dim)
-        key = _Key(arguments, _place_of(source), root.training, global_state(), dim)
+        key = Key(arguments, _place_of(source), root.training, global_state(), dim)
         return key, pieces, source
 
-    def _entry(self, key: _Key) -> _Entry:
+    def _entry(self, key: Key) -> Entry:
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(self._made, key)
+            entry = self._entries[key] = Entry(self._made, key)
             self._made += 1
             while len(self._entries) > _MAX_SIGNATURES:
                 self._entries.popitem(last=False)[1].forget()
         return entry
 
-    def _meet(self, entry: _Entry) -> None:
+    def _meet(self, entry: Entry) -> None:
         """Notes that this step is of that signature."""
         last = self._last
         if last is not entry:
@@ -280,7 +235,7 @@ class Engine:
             self._last = entry
             self._entries.move_to_end(entry.key)
 
-    def _check_attributes(self, entry: _Entry) -> None:
+    def _check_attributes(self, entry: Entry) -> None:
         if entry.recording.outdated():
             entry.forget()
             entry.note = "a broken capture changed the random generator since it was recorded"
@@ -294,7 +249,7 @@ class Engine:
         if entry.restarts > _MAX_RESTARTS:
             self._give_up(entry, f"{changed} changes between forwards")
 
-    def _eager_for_once(self, entry: _Entry) -> bool:
+    def _eager_for_once(self, entry: Entry) -> bool:
         """Whether this step alone has to be eager, or is, to be timed."""
         if entry.recording.busy():
             entry.note = "an earlier forward's backward was still to come"
@@ -322,16 +277,16 @@ class Engine:
 
     # Running
 
-    def _run_eager(self, entry: _Entry, eager: Callable[[], Any]) -> Any:
+    def _run_eager(self, entry: Entry, eager: Callable[[], Any]) -> Any:
         entry.steps["eager"] += 1
         return eager()
 
-    def _replay(self, entry: _Entry, pieces: Any, source: Source) -> Callable[[], Any]:
+    def _replay(self, entry: Entry, pieces: Any, source: Source) -> Callable[[], Any]:
         entry.steps["graph"] += 1
         outputs = entry.recording.run(pieces, source.tensors)
         return lambda: outputs
 
-    def _run_watched(self, entry: _Entry, root: Any, eager: Callable[[], Any]) -> Any:
+    def _run_watched(self, entry: Entry, root: Any, eager: Callable[[], Any]) -> Any:
         entry.steps["eager"] += 1
         if entry.steps["eager"] == 1:
             entry.watched += 1
@@ -376,7 +331,7 @@ class Engine:
                 self._give_up(entry, found[0].reason)
         return outputs
 
-    def _record(self, entry: _Entry, source: Source, rows: Any, named: Any, pieces: Any) -> None:
+    def _record(self, entry: Entry, source: Source, rows: Any, named: Any, pieces: Any) -> None:
         recorder = self._recorder or captures.CudaRecorder(source.devices)
         if entry.snapshot.differs() is not None:
             entry.forget()
@@ -404,7 +359,7 @@ class Engine:
                     entry.forget()
                     entry.note = f"more than {MAX_RECORDINGS} signatures were recorded since"
 
-    def _give_up(self, entry: _Entry, reason: str) -> None:
+    def _give_up(self, entry: Entry, reason: str) -> None:
         entry.forget()
         entry.reason = reason
         self._refuse(reason)

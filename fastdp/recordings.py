@@ -22,8 +22,8 @@ import torch
 
 from . import _C, _torch_compat, captures, trees
 from .arrays import TORCH
-from .backwards import Backward, ways
-from .buckets import Bucket, resolved
+from .backwards import Backward, Sums, ways
+from .buckets import resolved
 from .functions import check_fit
 from .graph_step import Call, apply_step
 from .outputs import map_output, without_graph
@@ -71,7 +71,7 @@ class Recording:
         # Of the buckets that get gradients, in the order in which a backward completes them. A
         # module that is called directly has nobody who makes zeros for what it does not use.
         self._sums = [
-            _Sums(bucket, self._tapes, bucket.keeps_none or not source.gathered)
+            Sums(bucket, self._tapes, bucket.keeps_none or not source.gathered)
             for bucket in reversed(buckets)
             if self._tapes[0].packed[bucket.number] is not None
         ]
@@ -370,28 +370,6 @@ class Recording:
                     f"{list(tensor.shape)}, is at version {tensor._version}; expected version "
                     f"{version} instead. Call backward before the optimizer's step"
                 )
-
-
-class _Sums:
-    """The gradients of one bucket, packed by each replica, on their way to their sum."""
-
-    def __init__(self, bucket: Bucket, tapes: Sequence[Tape], keeps_none: bool) -> None:
-        k = bucket.number
-        self.bucket = bucket
-        self._keeps_none = keeps_none
-        self._packed = tuple(tape.packed[k] for tape in tapes)
-        self._ready = [(tape.device, event) for tape in tapes for event in tape.ready[k : k + 1]]
-
-    def into(self, flat: torch.Tensor, way: Backward) -> List[Optional[torch.Tensor]]:
-        """On the streams that are current: behind the recorded events, the sum in rank order."""
-        for device, event in self._ready:
-            torch.cuda.current_stream(device).wait_event(event)
-        size = self._packed[0].numel()
-        _C.reduce(self._packed, flat if flat.numel() == size else flat[:size])
-        slots: List[Optional[torch.Tensor]] = list(self.bucket.slots(flat))
-        for slot in way.unused[self.bucket.number] if self._keeps_none else ():
-            slots[slot] = None
-        return slots
 
 
 def _versions(tensors: Tensors) -> Tuple[int, ...]:
