@@ -15,6 +15,7 @@ from .environment import DEFAULT_BUCKET_BYTES
 from .marks import unmarked
 from .memory import devices_of, gradients_of, held_by, scratch_bytes, tensors_in, usage
 from .optimizer_state import missing_bytes
+from .probes import CUDA_GRAIN_BYTES, Probes, ever_allocated
 from .rehearsal import Part, Place, Step, Taken, map_tensors, rehearse
 from .replicas import Replicator
 from .scattered import Scattered
@@ -102,8 +103,8 @@ def make_fit(
     state = {} if optimizer is None else missing_bytes(optimizer)
     devices = devices_of(wrapper)
     with forked_generators(devices):
-        workspace = _ready_libraries(wrapper)
-        taken = _taken(wrapper, inputs, kwargs, train, workspace)
+        probes = Probes(_ready_libraries(wrapper))
+        taken = _taken(wrapper, inputs, kwargs, train, probes)
     present = scratch_bytes()
     scratch = _scratch(wrapper)
     own = held_by([*tensors_in(wrapper.module), *gradients_of(wrapper.module)])
@@ -125,11 +126,11 @@ def make_fit(
 
 
 def _taken(
-    wrapper: Any, inputs: Any, kwargs: Any, train: bool, workspace: Dict[Any, int]
+    wrapper: Any, inputs: Any, kwargs: Any, train: bool, probes: Probes
 ) -> Bytes:
     """What the step takes of each device at its peak."""
     if not wrapper.device_ids:
-        return _taken_directly(wrapper, unmarked(inputs), unmarked(kwargs), train, workspace)
+        return _taken_directly(wrapper, unmarked(inputs), unmarked(kwargs), train, probes)
     devices = parse_devices(wrapper.device_ids, "device_ids")
     with torch.set_grad_enabled(train):
         rows, named = _cut(wrapper, inputs, kwargs)
@@ -143,7 +144,7 @@ def _taken(
         with torch.set_grad_enabled(train):
             plan = replicator.plan_for(ranks, train)
     joined = wrapper._fastdp_gather_outputs and not single
-    step = _step_of(replicator, plan, train, joined, workspace)
+    step = _step_of(replicator, plan, train, joined, probes)
     output_device = parse_device(wrapper.output_device, "output_device")
     packed = _packed_bytes(wrapper, plan) if train else 0
     found: Bytes = {}
@@ -167,22 +168,22 @@ def _taken(
 
 
 def _taken_directly(
-    wrapper: Any, inputs: Any, kwargs: Any, train: bool, workspace: Dict[Any, int]
+    wrapper: Any, inputs: Any, kwargs: Any, train: bool, probes: Probes
 ) -> Bytes:
     """Where the module is called with the arguments as they are."""
     device = devices_of(wrapper)[0]
     replicator = Replicator(wrapper.module, (device,), DEFAULT_BUCKET_BYTES, "zero")
-    step = _step_of(replicator, None, train, False, workspace)
+    step = _step_of(replicator, None, train, False, probes)
     place = Place(device, [Part(0, inputs, kwargs)], False, None)
     return {device: rehearse(step, place).peak_bytes}
 
 
 def _step_of(
-    replicator: Replicator, plan: Any, train: bool, joined: bool, workspace: Dict[Any, int]
+    replicator: Replicator, plan: Any, train: bool, joined: bool, probes: Probes
 ) -> Step:
     parameters, buffers = replicator.tensors()
     tensors, count = parameters + buffers, len(parameters)
-    return Step(replicator.dressed, plan, tensors, count, train, joined, workspace)
+    return Step(replicator.dressed, plan, tensors, count, train, joined, probes)
 
 
 def _cut(wrapper: Any, inputs: Any, kwargs: Any) -> Tuple[Sequence[Any], Sequence[Any]]:
@@ -257,6 +258,10 @@ def _class_bytes(size_bytes: int) -> int:
     return max(octave, -(-size_bytes // quarter) * quarter)
 
 
+def _draws(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.RNNBase) and module.dropout > 0
+
+
 def _ready_libraries(wrapper: Any) -> Dict[Any, int]:
     """On GPUs: lets the threads of a step make their handles of cuBLAS, with the workspaces that
     these keep, as its first step would, so that they count as held. Gives what a product with a
@@ -272,19 +277,17 @@ def _ready_libraries(wrapper: Any) -> Dict[Any, int]:
         sequential = wrapper._fastdp_sequential
         for output in apply_modules(teams, layers, ones, None, devices, sequential):
             output.sum().backward()
+        if any(_draws(module) for module in wrapper.module.modules()):
+            # torch keeps a recurrent layer's random state for good, from whichever call is the
+            # first: that must not be one on fake tensors.
+            for device in gpus:
+                layer = torch.nn.LSTM(1, 1, 2, dropout=0.5, device=device)
+                layer(torch.ones(1, 1, 1, device=device))
         if devices[0].type != "cuda":
             return {}
         with torch.cuda.device(devices[0]), torch.no_grad():
             layers[0](ones[0])
-            before = _ever_allocated(devices[0])
-            result = layers[0](ones[0])
-            grown = _ever_allocated(devices[0]) - before
-        return {torch.ops.aten.addmm: max(0, grown - _rounded(result))}
-
-
-def _ever_allocated(device: torch.device) -> int:
-    return torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0)
-
-
-def _rounded(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // 512) * 512
+            before = ever_allocated(devices[0])
+            layers[0](ones[0])  # gives less than the least that torch allocates
+            taken = ever_allocated(devices[0]) - before
+        return {torch.ops.aten.addmm: max(0, taken - CUDA_GRAIN_BYTES)}

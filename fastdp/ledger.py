@@ -5,31 +5,29 @@ tensors that have no memory at all."""
 from __future__ import annotations
 
 import weakref
-from typing import Any, Dict, Iterable
+from itertools import zip_longest
+from typing import Any, Dict, Iterable, Optional
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .cuts import find_tensors
-
-# torch's CUDA allocator hands memory out in multiples of this.
-_CUDA_GRAIN_BYTES = 512
+from .probes import Probes, rounded
 
 
 class Ledger(TorchDispatchMode):
     """While it is on, counts by device what operators make: `live` bytes, and their `peak`.
 
     Args:
-        workspace: bytes that an operator, by its overload packet, takes for as long as it runs,
-            beside its results.
+        probes: what some operators take beside what the shapes of their results tell.
     """
 
-    def __init__(self, workspace: Dict[Any, int]) -> None:
+    def __init__(self, probes: Probes) -> None:
         super().__init__()
         self.live: Dict[torch.device, int] = {}
         self.peak: Dict[torch.device, int] = {}
         self.counts = True  # False: what is made now counts nothing
-        self._workspace = workspace
+        self._probes = probes
         self._known: Dict[int, Any] = {}  # by identity of the storage
 
     def ignore(self, tensors: Iterable[Any]) -> None:
@@ -39,15 +37,21 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        workspace = self._workspace.get(func.overloadpacket, 0)
-        for tensor in find_tensors(result):
-            self._enter(tensor, self.counts)
-            if workspace:
-                whole = self.live.get(tensor.device, 0) + workspace
-                self.peak[tensor.device] = max(self.peak.get(tensor.device, 0), whole)
+        made = find_tensors(result)
+        probe = self._probes.look(func, args, kwargs or {}, made[0].device) if made else None
+        known = probe.results if probe is not None else ()
+        for tensor, size_bytes in zip_longest(made, known):
+            self._enter(tensor, self.counts, size_bytes)
+        if probe is not None and probe.workspace:
+            device = made[0].device
+            whole = self.live.get(device, 0) + probe.workspace
+            self.peak[device] = max(self.peak.get(device, 0), whole)
         return result
 
-    def _enter(self, tensor: torch.Tensor, counted: bool) -> None:
+    def _enter(
+        self, tensor: torch.Tensor, counted: bool, size_bytes: Optional[int] = None
+    ) -> None:
+        """A tensor that is there now; `size_bytes` if it is known better than the tensor says."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -55,15 +59,17 @@ class Ledger(TorchDispatchMode):
         identity = id(storage)
         if identity in self._known:
             return
-        device, size_bytes = tensor.device, storage.nbytes() if counted else 0
+        device = tensor.device
+        held = storage.nbytes() if size_bytes is None else size_bytes
         if device.type == "cuda":
-            size_bytes = -(-size_bytes // _CUDA_GRAIN_BYTES) * _CUDA_GRAIN_BYTES
+            held = rounded(held)
+        held = held if counted else 0
         known, live = self._known, self.live
 
         def leave(_: Any) -> None:
             del known[identity]
-            live[device] -= size_bytes
+            live[device] -= held
 
         known[identity] = weakref.ref(storage, leave)
-        live[device] = live.get(device, 0) + size_bytes
+        live[device] = live.get(device, 0) + held
         self.peak[device] = max(self.peak.get(device, 0), live[device])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from .containers import tensors_of, with_items
 from .ledger import Ledger
 from .marks import Replicated
 from .plans import Plan, Tensors
+from .probes import Probes
 from .scattered import Scattered
 
 # As streams.py holds the gradients of a few buckets whose moves run beside compute.
@@ -34,7 +35,7 @@ class Step(NamedTuple):
     parameter_count: int
     train: bool  # forward and backward, or forward alone
     joined: bool  # whether outputs are gathered
-    workspace: Dict[Any, int]
+    probes: Probes
 
 
 class Part(NamedTuple):
@@ -67,7 +68,7 @@ class Taken(NamedTuple):
 def rehearse(step: Step, place: Place) -> Taken:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    ledger = Ledger(step.workspace)
+    ledger = Ledger(step.probes)
     with _settings(step, place.device), FakeTensorMode(allow_non_fake_inputs=True):
         own = _fakes_of(step, place.device)
         with ledger:

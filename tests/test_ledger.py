@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastdp.ledger import Ledger
+from fastdp.probes import Probes
 
 CPU = torch.device("cpu")
 
@@ -12,10 +13,10 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=["real", "fake"])
 def ledger(request):
     if request.param == "real":
-        yield Ledger({})
+        yield Ledger(Probes({}))
     else:
         with FakeTensorMode():
-            yield Ledger({})
+            yield Ledger(Probes({}))
 
 
 def test_views_and_results_in_place_count_once(ledger):
@@ -52,7 +53,7 @@ def test_peaks_beside_the_profilers():
         ((x @ x.t()).softmax(1) @ x).square().sum().backward()
 
     act()
-    ledger = Ledger({})
+    ledger = Ledger(Probes({}))
     with ledger:
         act()
     peak, left = host_peak(act)
@@ -62,7 +63,7 @@ def test_peaks_beside_the_profilers():
 
 def test_what_was_there_and_what_is_to_count_for_nothing():
     given = torch.ones(100)
-    ledger = Ledger({})
+    ledger = Ledger(Probes({}))
     with ledger:
         ledger.ignore([given])
         given.mul_(2)
@@ -77,7 +78,7 @@ def test_what_was_there_and_what_is_to_count_for_nothing():
 
 
 def test_workspace_is_there_while_an_operator_runs():
-    ledger = Ledger({torch.ops.aten.mm: 1000})
+    ledger = Ledger(Probes({torch.ops.aten.mm: 1000}))
     with ledger:
         x = torch.ones(5, 5)
         x + x
@@ -87,7 +88,7 @@ def test_workspace_is_there_while_an_operator_runs():
 
 
 def test_sparse_tensors_are_left_out():
-    ledger = Ledger({})
+    ledger = Ledger(Probes({}))
     with ledger:
         torch.ones(3, 3).to_sparse().coalesce()
     assert ledger.live[CPU] >= 0
