@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import pickle
+import re
 import threading
 import time
 import weakref
@@ -207,6 +208,20 @@ def test_the_watchdog_writes_what_is_late_into_the_log_once(gpus, caplog):
     (record,) = caplog.records
     assert record.threadName == "fastdp-watchdog" and "cuda:1" in record.getMessage()
     assert "fastdp's last operations" in record.getMessage()
+
+
+@pytest.mark.parametrize("device", GPUS, ids=str)
+def test_a_gpu_that_stalls_in_a_backward_is_told_of_without_another_forward(gpus, device, caplog):
+    dp = made()
+    out = dp(ints(4, 3))
+    dp._fastdp_get_runtime()._deadline.check()
+    gpus.stall(device)
+    with caplog.at_level(logging.ERROR, "fastdp"):
+        out.sum().backward()
+        ends = time.monotonic() + DEADLINE_S
+        while not caplog.records and time.monotonic() < ends:
+            time.sleep(0.01)
+    assert re.search(f"{device}.*: what a .* a backward enqueued", caplog.records[0].getMessage())
 
 
 def test_each_wrapper_has_its_own(gpus, monkeypatch):

@@ -23,7 +23,7 @@ from nets import Net, grads, ints, same
 from torch import nn
 
 import fastdp
-from fastdp import _C
+from fastdp import _C, workers
 
 ROOT = os.path.dirname(os.path.abspath(fastdp.__file__))
 DEADLINE_S = 5
@@ -306,3 +306,12 @@ def test_every_call_of_the_package(moment, request, monkeypatch):
         assert noticed > 0.8 * (point // stride), f"{noticed} of {point // stride}"
     assert point > 300, point
     print(f"{moment}: {point // stride} of {point} points, {noticed} raised")
+
+
+def test_whoever_waits_for_a_job_that_is_given_up_is_told_why():
+    job = workers.Job(None, 1, torch.device("cpu"), None)
+    job.thread = threading.Thread()  # which does not run
+    failure = Injected("before the replica's forward")
+    job.give_up(failure)
+    job.wait()
+    assert job.error is failure
