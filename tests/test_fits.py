@@ -142,8 +142,12 @@ def test_training_takes_what_was_estimated(model, ids):
     dp.zero_grad(set_to_none=True)
     peak, left = host_peak(step)
     assert left >= sum(p.nbytes for p in dp.parameters())  # the gradients
-    # oneDNN's backward of a recurrent layer takes memory of its own.
-    assert step_bytes(fit) == pytest.approx(peak, rel=0.2 if model == "recurrent" else 0.1)
+    if model == "recurrent":
+        # oneDNN's backward takes memory of its own, more or less by version; without what its
+        # forward keeps it would be less than a third.
+        assert 0.6 * peak < step_bytes(fit) < 1.1 * peak
+    else:
+        assert step_bytes(fit) == pytest.approx(peak, rel=0.1)
 
 
 @pytest.mark.parametrize("ids", REPLICAS)
