@@ -227,3 +227,22 @@ print(target.tolist())
 """
     done = run(code)
     assert done.stdout == "[4.0, 4.0]\n[8.0, 8.0]\n", done.stderr
+
+
+class Undecided:
+    def __bool__(self):
+        raise KeyError("neither")
+
+
+def test_scratch_tells_of_each_opened_device():
+    target = ones(2)
+    _C.broadcast(ones(2), (target,))  # the host is open now
+    rows = _C.scratch(False)
+    assert all(len(row) == 3 and len(row[0]) == 2 for row in rows)
+    held = {device: (size, pinned) for device, size, pinned in rows}
+    assert held[1, 0][0] >= 0 and held[1, 0][1] == 0
+    assert {device: row for device, *row in _C.scratch(True)}[1, 0] == [0, 0]
+    with pytest.raises(KeyError, match="neither"):
+        _C.scratch(Undecided())
+    with pytest.raises(TypeError):
+        _C.scratch()
