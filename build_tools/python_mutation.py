@@ -68,7 +68,8 @@ FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
     "copies.py": (("tests/test_orders.py",), ()),
     "deadlines.py": (("tests/test_deadlines.py",), ("close", "append", "wait")),
     "workers.py": (
-        ("tests/test_behaviour_threads.py", "tests/test_faults.py", "tests/test_interrupts.py"),
+        ("tests/test_behaviour_threads.py", "tests/test_pace.py", "tests/test_faults.py",
+         "tests/test_interrupts.py"),
         ("put", "take", "wait", "give_up", "close"),
     ),
 }

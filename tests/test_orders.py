@@ -177,6 +177,20 @@ def test_steps_that_are_differentiated_twice(orders, timeout_s):
         del out, found
 
 
+def test_an_argument_for_all_that_is_differentiated_twice(orders):
+    training = Training(orders)
+    for _ in range(3):
+        whole = torch.ones(WIDTH).double().requires_grad_()
+        out = training.forward([fastdp.Replicated(whole)])
+        (found,) = torch.autograd.grad(out, whole, training.above(out), create_graph=True)
+        orders.join(orders.current(), [found])
+        found.backward(training.above(found))
+        orders.join(orders.current(), [p.grad for p in training.module.weights])
+        for parameter in training.module.parameters():
+            parameter.grad = None
+        del out, found
+
+
 def test_steps_that_are_differentiated_three_times(orders):
     training = Training(orders)
     weights = list(training.module.weights)

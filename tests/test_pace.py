@@ -2,6 +2,7 @@
 for each other. The clock is the test's own."""
 
 import threading
+import time
 import types
 
 import pytest
@@ -10,6 +11,7 @@ from nets import Apply, ints, linear, ranked, same
 
 from fastdp import DataParallel, _C, pace
 from fastdp.pace import Pace
+from fastdp.workers import Teams, run_jobs
 
 row = pytest.mark.row
 CPU = torch.device("cpu")
@@ -244,3 +246,17 @@ def test_an_interrupt_ends_those_that_wait_for_their_turn(clock):
     interrupted.clear()
     x = ints(6, 3)
     same(dp(x).detach(), linear()(x).detach())
+
+
+def test_an_interrupted_call_starts_no_replica_that_still_waits_for_its_turn():
+    teams, ran = Teams(), []
+    teams.pace._usual_s = 0.001
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs(teams, [interrupted, lambda: ran.append(True)], [CPU, CPU])
+    time.sleep(0.2)  # many times the patience
+    assert ran == []
+    assert teams.pace.takes_turns([CPU, CPU])
