@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 import types
+import weakref
 from typing import Any, Callable, Dict, Hashable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -26,6 +27,7 @@ _STATIC = 2
 
 _numbers = itertools.count()  # torch keeps what it learns of sizes by a function's name
 MISSED = object()
+_GLOBALS = ("__name__", "__builtins__", "torch", "MISSED")
 
 
 def _run(module: Any, args: Any, kwargs: Any) -> Any:
@@ -114,16 +116,19 @@ class Form:
         self._known: Tuple[int, ...] = ()
         original = _run if self.whole else _run_with_breaks
         code = original.__code__.replace(co_name=f"fastdp_{next(_numbers)}")
-        function = types.FunctionType(code, original.__globals__, original.__name__)
+        # torch puts what it compiled among the function's globals: its own, so that they go with it.
+        names = {name: original.__globals__[name] for name in _GLOBALS}
+        function = types.FunctionType(code, names, original.__name__)
         import torch._dynamo as dynamo
 
+        weakref.finalize(self, _forget, code).atexit = False
         dynamic = {"one size": False, "any size": True}.get(kind, owner.options.dynamic)
         filters: Dict[str, Any] = {}
         if kind == "one size" and owner.shares:
-            filters["guard_filter_fn"] = self._kept_guards
+            filters["guard_filter_fn"] = _weakly(self._kept_guards)
         self._look_up = dynamo.run(function)
         self._compile = dynamo.optimize(
-            backend=self._backend, nopython=self.whole, dynamic=dynamic, **filters
+            backend=_weakly(self._backend), nopython=self.whole, dynamic=dynamic, **filters
         )(function)
         self._now: Any = None  # (place, module) while it is compiled
 
@@ -175,7 +180,8 @@ class Form:
         strange = [isinstance(t, torch.Tensor) and id(t) not in self._known for t in inputs]
         plan = None if any(strange) else where.plan
         options = self._owner.options
-        self.graphs.append(Graph(graph, inputs, places, plan, options, self._compiles))
+        compiles = _weakly(self._compiles)
+        self.graphs.append(Graph(graph, inputs, places, plan, options, compiles))
         return self.graphs[-1].__call__
 
     def _compiles(self, device: Optional[torch.device] = None) -> None:
@@ -202,6 +208,22 @@ class Form:
         if self.reason:
             result["reason"] = self.reason
         return result
+
+
+def _forget(code: types.CodeType) -> None:
+    """torch keeps a code object, and what it compiled of it, until it is told."""
+    from torch._dynamo import eval_frame
+
+    reset = getattr(eval_frame, "reset_code", None)
+    if reset is not None:
+        reset(code)
+
+
+def _weakly(method: Any) -> Callable[..., Any]:
+    """The method, for torch, which keeps backends for ever, and for what torch keeps by a code
+    object, where the garbage collector sees no cycles."""
+    weak = weakref.WeakMethod(method)
+    return lambda *args: weak()(*args)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,10 @@
 each kind of call once for all replicas, and says what it could not compile."""
 
 import copy
+import gc
 import logging
 import threading
+import weakref
 
 import fastdp
 import pytest
@@ -447,3 +449,19 @@ def test_what_transformers_says_once_breaks_no_graph(fast):
         twins.step(twins.rows(seed=seed))
     assert [form["kind"] for form in twins.forms] == ["one size"]
     assert twins.count == count_for(fast, 2)
+
+
+@pytest.mark.parametrize("compile", [True, {"backend": "aot_eager"}], ids=["inductor", "aot_eager"])
+def test_what_was_compiled_goes_with_its_wrapper(fast, compile):
+    dp = fast.wrap(Net(), 2, compile=compile)
+    for _ in range(3):
+        dp(torch.ones(6, 4, device=fast.home)).sum().backward()
+    replicator = dp._fastdp_get_runtime().replicator
+    assert (len(replicator._idle), len(replicator._lent)) == (1, 0)
+    (family,) = dp._fastdp_compiled._families.values()
+    (form,) = family.made
+    (graph,) = form.graphs
+    alive = [weakref.ref(each) for each in (dp._fastdp_compiled, form, graph, graph.pieces[0])]
+    del dp, replicator, family, form, graph
+    gc.collect()
+    assert [each() for each in alive] == [None] * 4
