@@ -69,6 +69,7 @@ SHARED = {
     "_former_parameters": "a replica's parameters, where nn.DataParallel leaves them",
     "_replicate_for_data_parallel": "nn.Module's hook for classes that replicate themselves",
     "_compiled_call_impl": "what nn.Module.compile() binds to the base",
+    "_call_impl": "the call of a module, hooks and forward, that is not compiled",
     "_flat_weights": "an RNN's list of its weights",
     "_flat_weights_names": "their names",
     "_flat_weight_refs": "weak references to them",

@@ -6,19 +6,16 @@ object. Inside, torch guards all that the form's key does not tell.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import itertools
-import logging
 import time
 import types
 import weakref
-from typing import Any, Callable, Dict, Hashable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
-from . import readiness
+from . import _compiler_compat, readiness
 from .compile_calls import Arguments
 from .compile_graphs import Graph, compiled
 
@@ -84,13 +81,9 @@ class Family:
         if error is None:
             self._error = "torch.compile is switched off here"
             return
-        from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-
         text = str(error).strip().splitlines() or [""]
         self._error = f"{type(error).__name__}: {text[0]}"
-        # Of what cannot be one graph parts may do; a compiler that fails, fails with parts, too.
-        is_dynamos = isinstance(error, TorchDynamoException)
-        if form.whole and is_dynamos and not isinstance(error, BackendCompilerFailed):
+        if form.whole and _compiler_compat.may_break(error):
             self._breaks = self._error
 
     def give_up(self, reason: str = "") -> str:
@@ -116,20 +109,20 @@ class Form:
         self._known: Tuple[int, ...] = ()
         original = _run if self.whole else _run_with_breaks
         code = original.__code__.replace(co_name=f"fastdp_{next(_numbers)}")
-        # torch puts what it compiled among the function's globals: its own, so that they go with it.
+        # torch puts what it compiled among the function's globals: its own, to go with it.
         names = {name: original.__globals__[name] for name in _GLOBALS}
         function = types.FunctionType(code, names, original.__name__)
-        import torch._dynamo as dynamo
-
-        weakref.finalize(self, _forget, code).atexit = False
+        weakref.finalize(self, _compiler_compat.forget, code).atexit = False
         dynamic = {"one size": False, "any size": True}.get(kind, owner.options.dynamic)
-        filters: Dict[str, Any] = {}
-        if kind == "one size" and owner.shares:
-            filters["guard_filter_fn"] = _weakly(self._kept_guards)
-        self._look_up = dynamo.run(function)
-        self._compile = dynamo.optimize(
-            backend=_weakly(self._backend), nopython=self.whole, dynamic=dynamic, **filters
-        )(function)
+        shares = kind == "one size" and owner.shares
+        self._look_up = _compiler_compat.as_compiled(function)
+        self._compile = _compiler_compat.compiling(
+            function,
+            _weakly(self._backend),
+            self.whole,
+            dynamic,
+            _weakly(self._kept_guards) if shares else None,
+        )
         self._now: Any = None  # (place, module) while it is compiled
 
     def look_up(self, where: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -143,7 +136,7 @@ class Form:
         self._known = tuple(map(id, known))
         started, before = time.perf_counter(), self._owner.count
         try:
-            with readiness.compiling(), _messages_of_once_left_out():
+            with readiness.compiling(), _compiler_compat.messages_of_once_left_out():
                 return self._call(self._compile, where, module, args, kwargs)
         finally:
             self._now, self._known = None, ()
@@ -210,43 +203,8 @@ class Form:
         return result
 
 
-def _forget(code: types.CodeType) -> None:
-    """torch keeps a code object, and what it compiled of it, until it is told."""
-    from torch._dynamo import eval_frame
-
-    reset = getattr(eval_frame, "reset_code", None)
-    if reset is not None:
-        reset(code)
-
-
 def _weakly(method: Any) -> Callable[..., Any]:
     """The method, for torch, which keeps backends for ever, and for what torch keeps by a code
     object, where the garbage collector sees no cycles."""
     weak = weakref.WeakMethod(method)
     return lambda *args: weak()(*args)
-
-
-@contextlib.contextmanager
-def _messages_of_once_left_out() -> Iterator[None]:
-    """transformers says some things once, by methods of its own on all loggers. They would break
-    the graph for a message that no later step has, so what is compiled does without them."""
-    from torch._dynamo import config
-
-    names = ("ignore_logging_functions", "ignore_logger_methods")  # by version
-    found = [getattr(logging.Logger, f"{kind}_once", None) for kind in ("warning", "info")]
-    known = next((name for name in names if hasattr(config, name)), None)
-    if known is None or not any(found):
-        yield
-        return
-    left_out = getattr(config, known) | {function for function in found if function is not None}
-    with config.patch({known: left_out}):
-        yield
-
-
-def takes_guard_filter() -> bool:
-    try:
-        from torch._dynamo.eval_frame import _optimize
-
-        return "guard_filter_fn" in inspect.signature(_optimize).parameters
-    except ImportError:
-        return False

@@ -10,13 +10,12 @@ What was compiled for one device serves the others (relocation.py).
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-from . import relocation
+from . import _compiler_compat, relocation
 from .compile_options import CompileOptions
 from .readiness import NotReady, current_place, is_compiling
 
@@ -137,39 +136,9 @@ class Piece:
 def compiled(
     options: CompileOptions, graph: Any, inputs: Sequence[Any], inner: Any = None
 ) -> Callable[..., Any]:
-    """Compiled now, its backward too: a backward that is compiled when it first runs would be so
-    on a thread of autograd's, beside others."""
-    from torch._functorch import config
-
-    settings = {}
-    if hasattr(config, "force_non_lazy_backward_lowering"):
-        settings["force_non_lazy_backward_lowering"] = True
-    if inner is not None:
-        # What comes out of this cache has not passed through `inner`. Inductor's own stays.
-        settings["enable_autograd_cache"] = False
-    with config.patch(settings), _nothing_donated():
+    """Compiled now, its backward too."""
+    with _compiler_compat.compiled_at_once(is_noted=inner is not None):
         return options.compile(graph, inputs, inner)
-
-
-@contextlib.contextmanager
-def _nothing_donated() -> Iterator[None]:
-    """A graph that was kept may go backward again, as that of plain replicas: so its backward must
-    not use up what was saved for it. torch's own setting is asked when the backward runs, too, and
-    then refuses what was compiled while it was off."""
-    try:
-        from torch._functorch._aot_autograd import graph_compile
-    except ImportError:  # an older torch, whose backward then says so itself
-        yield
-        return
-    name = "collect_bw_donated_buffer_idxs"
-    collect = getattr(graph_compile, name, None)
-    if collect is not None:
-        setattr(graph_compile, name, lambda *args, **kwargs: [])
-    try:
-        yield
-    finally:
-        if collect is not None:
-            setattr(graph_compile, name, collect)
 
 
 def _is_tensor(value: Any) -> bool:

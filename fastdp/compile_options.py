@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Optional, Sequence, Union
 
-import torch
+from . import _compiler_compat
 
 KEYS = ("backend", "dynamic", "fullgraph", "mode", "options")
 
@@ -22,7 +22,7 @@ class CompileOptions:
     def __init__(self, given: Dict[str, Any]) -> None:
         self.dynamic: Optional[bool] = given.get("dynamic")
         self.fullgraph = bool(given.get("fullgraph"))
-        self.reason = _reason_against()
+        self.reason = _compiler_compat.reason_against()
         self.is_inductor = False
         self.name = "inductor"
         self._backend: Any = None
@@ -49,12 +49,7 @@ class CompileOptions:
         between Inductor's parts, if it is the compiler."""
         if not self.is_inductor:
             return self._backend(graph, list(inputs))
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-        given = {}
-        if inner is not None:
-            given["inner_compile"] = lambda *args, **kw: inner(compile_fx_inner, *args, **kw)
-        return compile_fx(graph, list(inputs), config_patches=dict(self._config), **given)
+        return _compiler_compat.inductor(graph, inputs, self._config, inner)
 
 
 def parse(value: Union[bool, Dict[str, Any], None]) -> Union[CompileOptions, bool, None]:
@@ -97,55 +92,31 @@ def _is_backend(entry: Any) -> bool:
     return isinstance(entry, str) or callable(entry)
 
 
-def _reason_against() -> str:
-    try:
-        from torch._dynamo.eval_frame import check_if_dynamo_supported
-
-        check_if_dynamo_supported()
-    except Exception as error:
-        return f"torch.compile does not work here: {error}"
-    major, minor = torch.__version__.split(".")[:2]
-    if (int(major), int(minor)) < (2, 5):
-        return f"torch {torch.__version__} compiles each replica for itself; 2.5 does not"
-    return ""
-
-
 def _of_mode(mode: Optional[str], dynamic: Optional[bool]) -> Dict[str, Any]:
-    if mode is None or mode == "default":
-        return {}
-    from torch._inductor import list_mode_options
-
-    known = ("default", *list_mode_options())
-    if mode not in known:
-        raise ValueError(f"compile['mode'] is {mode!r}: it must be one of {', '.join(known)}")
-    return list_mode_options(mode, dynamic)
+    try:
+        return {} if mode is None else _compiler_compat.settings_of_mode(mode, dynamic)
+    except ValueError as error:
+        raise ValueError(f"compile['mode'] is {mode!r}: {error}") from None
 
 
 def _checked_settings(settings: Dict[str, Any]) -> Dict[str, Any]:
-    from torch._inductor import list_options
-
-    known = set(list_options())
+    known = set(_compiler_compat.known_settings())
     result = {}
     for name, value in settings.items():
         place = name.replace("-", "_")
         if place not in known:
             raise ValueError(
-                f"compile['options'] has {name!r}, which is none of torch._inductor.list_options()"
+                f"compile['options'] has {name!r}, which is none of Inductor's list_options()"
             )
         result[place] = value
     return result
 
 
 def _looked_up(name: str) -> Callable[..., Any]:
-    from torch._dynamo import list_backends, lookup_backend
-
     try:
-        return lookup_backend(name)
-    except Exception as error:
-        known = ", ".join(list_backends())
-        raise ValueError(
-            f"compile['backend'] is {name!r}: it must be one of {known}, or a function"
-        ) from error
+        return _compiler_compat.looked_up(name)
+    except ValueError as error:
+        raise ValueError(f"compile['backend'] is {name!r}: {error}") from error
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -158,14 +129,7 @@ def of_compiled_module(module: Any) -> Optional[CompileOptions]:
     """How `torch.compile(module)` was asked; None where that cannot be told."""
     if not is_compiled_module(module):
         return None
-    context = module.dynamo_ctx
-    found = getattr(context, "callback", None)
-    fullgraph = bool(getattr(context, "fullgraph", False))
-    for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):
-        # Layers of torch's own around the compiler, under either name.
-        while getattr(found, name, None) is not None:
-            fullgraph = fullgraph or type(found).__name__ == "ConvertFrameAssert"
-            found = getattr(found, name)
+    found, fullgraph = _compiler_compat.compiler_of(module)
     dynamic = getattr(found, "dynamic", None)
     given: Dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph}
     if getattr(found, "compiler_name", None) == "inductor":

@@ -27,7 +27,7 @@ def compile_lines(report: Optional[Dict[str, Any]]) -> List[str]:
         return []
     lines = [f"compiled   with {report['backend']}, {report['seconds']:.1f} s"]
     for form in report["forms"]:
-        seconds = ", ".join(f"{took:.1f} s for {device}" for device, took in form["seconds"].items())
+        seconds = ", ".join(f"{s:.1f} s for {device}" for device, s in form["seconds"].items())
         pieces = form.get("pieces", 1)
         cut = f", in {pieces} pieces" if pieces > 1 else ""
         count = f"{form['graphs']} graph{'' if form['graphs'] == 1 else 's'}"

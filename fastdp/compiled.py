@@ -20,9 +20,9 @@ from typing import Any, Dict, Hashable, List, Sequence
 import torch
 from torch import nn
 
-from . import captures, readiness
+from . import _compiler_compat, captures, readiness
 from .compile_calls import Arguments, State
-from .compile_forms import MISSED, Family, takes_guard_filter
+from .compile_forms import MISSED, Family
 from .compile_options import CompileOptions, is_compiled_module
 from .readiness import NotReady
 
@@ -49,7 +49,7 @@ class Compiled:
         # What was compiled on one GPU is looked up from others only where torch lets us leave out
         # its guards on the device of each tensor; else each GPU has forms of its own.
         self._apart = len(gpus) > 1
-        self.shares = self._apart and takes_guard_filter()
+        self.shares = self._apart and _compiler_compat.takes_guard_filter()
         self._refused = ""
         if options.reason:
             self.refuse(options.reason)

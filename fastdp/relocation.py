@@ -9,13 +9,13 @@ writes other code than this file knows), the graph is compiled for that GPU from
 
 from __future__ import annotations
 
-import inspect
 import logging
-import os
 import re
 from typing import Any, Callable, Dict, List, Sequence
 
 import torch
+
+from . import _compiler_compat
 
 _log = logging.getLogger("fastdp")
 
@@ -52,10 +52,7 @@ class Shared:
         self.reason = ""  # why it could not serve another device
         self._home = home
         self._parts: List[_Part] = []
-        # Else Triton has a cache for each GPU.
-        from torch._inductor.runtime.runtime_utils import triton_cache_dir
-
-        os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(home.index))
+        _compiler_compat.share_kernels(home.index)
 
     def note(self, compile_inner: Any, graph: Any, inputs: Any, **options: Any) -> Any:
         """Takes part in Inductor's work (`CompileOptions.compile`)."""
@@ -112,29 +109,18 @@ class _Part:
         """
         if self.call is None or not self._source or self._devices - {self._home.index}:
             raise ValueError("its code is not Python that runs on one GPU")
-        from torch._inductor.codecache import PyCodeCache
-
-        key, path = PyCodeCache.write(text_for(self._source, self._home.index, device.index))
+        source = text_for(self._source, self._home.index, device.index)
         constants = {
             name: value.to(device) if getattr(value, "device", None) == self._home else value
             for name, value in self._constants.items()
         }
         with torch.cuda.device(device):
-            module = PyCodeCache.load_by_key_path(key, path, attrs=constants)
-        return _aligned(module.call, self._checked, self._mutated)
+            module = _compiler_compat.loaded(source, constants)
+        return _compiler_compat.aligned(module.call, self._checked, self._mutated)
 
 
 def _current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _aligned(call: Any, checked: List[int], mutated: Any) -> Callable[[List[Any]], Any]:
-    """As Inductor does it: an input that lies at an odd address is copied first."""
-    from torch._inductor.utils import align_inputs_from_check_idxs as align
-
-    if len(inspect.signature(align).parameters) > 2:
-        return align(call, checked, mutated)
-    return align(call, checked)
 
 
 def text_for(source: str, home: int, target: int) -> str:

@@ -15,7 +15,7 @@ from nets import Apply, Net, grads, ints, same
 from torch import nn
 
 import fastdp
-from fastdp import _torch_compat
+from fastdp import _compiler_compat, _torch_compat
 
 PACKAGE = pathlib.Path(fastdp.__file__).parent
 SOURCES = sorted(PACKAGE.glob("*.py"))
@@ -23,6 +23,7 @@ CORE = sorted((PACKAGE.parent / "csrc").glob("py_*.c"))
 # torch.nn.parallel.data_parallel is also a function of that name.
 DATA_PARALLEL = importlib.import_module("torch.nn.parallel.data_parallel")
 REPLICATE = importlib.import_module("torch.nn.parallel.replicate")
+COMPILERS = _compiler_compat.PRIVATE
 TABLES = {**_torch_compat.PRIVATE, **_torch_compat.SHARED}
 
 # What an eager forward does not look at.
@@ -84,6 +85,17 @@ def test_this_torch_has_it(name):
     )
 
 
+def test_this_torch_has_what_compiles():
+    import torch._dynamo.eval_frame
+    import torch._functorch._aot_autograd
+    import torch._inductor
+
+    made = torch.compile(nn.Linear(2, 2), backend="eager").dynamo_ctx.callback
+    found = [torch, torch._functorch, torch._dynamo.eval_frame, made]
+    older = {"_torchdynamo_orig_callable"}
+    assert [n for n in COMPILERS if n not in older and not any(hasattr(f, n) for f in found)] == []
+
+
 def modules_that_have_them():
     linear, rnn = nn.Linear(2, 2), nn.LSTM(2, 2)
     replica = linear._replicate_for_data_parallel()
@@ -124,7 +136,7 @@ def test_the_hooks_are_those_that_torch_copies():
         if isinstance(value, dict) and "hooks" in name
     }
     assert dictionaries - {"_non_persistent_buffers_set"} == {
-        name for name in _torch_compat.SHARED if "hooks" in name
+        name for name in _torch_compat.SHARED if "hooks" in name and "optimizer" not in name
     }
 
 
@@ -181,12 +193,13 @@ def own_names():
 # Private by their look only: a namedtuple's documented method, parts of Python, our own keys and
 # attributes.
 NOT_TORCH = {"_make", "_fields", "_asdict", "_getframe", "_py_warnings"}
-NOT_TORCH |= {"_fastdp_runtime", "_fastdp_surprises", "_fastdp_witness"}
+NOT_TORCH |= {"_fastdp_runtime", "_fastdp_surprises", "_fastdp_witness", "_fastdp_compiled"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_no_private_name_of_torch_outside_the_tables(path):
-    allowed = TABLES if path.name == "_torch_compat.py" else _torch_compat.SHARED
+    own = {"_torch_compat.py": _torch_compat.PRIVATE, "_compiler_compat.py": COMPILERS}
+    allowed = {**_torch_compat.SHARED, **own.get(path.name, {})}
     found = set(private_names(path)) - own_names() - NOT_TORCH - {"_C"}
     assert found <= set(allowed), f"{path.name} names {sorted(found - set(allowed))}"
 
@@ -213,6 +226,11 @@ def test_the_tables_name_nothing_that_is_not_used():
     for name in TABLES:
         again = len(re.findall(rf"\b{name}\b", compat)) > 1
         assert name in elsewhere or f'"{name}"' in text or again, name
+
+
+def test_the_compilers_table_names_nothing_that_is_not_used():
+    text = (PACKAGE / "_compiler_compat.py").read_text()
+    assert [name for name in COMPILERS if len(re.findall(rf"\b{name}\b", text)) < 2] == []
 
 
 def test_the_scan_sees_a_private_name(tmp_path):
