@@ -20,7 +20,8 @@
 
 /* A free-threaded build turns the GIL on when it imports us. The code is written to do without it
  * (tuples in, no borrowed references out of lists or dicts), but Py_MOD_GIL_NOT_USED is a promise
- * that only a test run without the GIL can back, and no such run exists yet. */
+ * that only a test run without the GIL can back, and only the seam was run so
+ * (docs/reliability.md). */
 #if PY_VERSION_HEX >= 0x030D0000
 #define FDP_PY_SLOT_GIL {Py_mod_gil, Py_MOD_GIL_USED},
 #else
