@@ -180,6 +180,7 @@ OPTIONS = {
     "bucket_bytes": st.one_of(st.integers(-1, 10**20), ODD),
     "transport": st.one_of(st.sampled_from(["auto", "local", "peer", "nccl", "host"]), ODD),
     "engine": st.one_of(st.sampled_from(["eager", "auto", "graph"]), ODD),
+    "compile": st.one_of(st.just(False), st.text(max_size=3), st.integers(), st.none()),
     "timeout_s": st.one_of(st.integers(-1, 10**20), st.floats(), ODD),
 }
 
