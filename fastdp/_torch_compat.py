@@ -19,9 +19,6 @@ import torch
 # What recordings look at (watch.py), and no eager forward.
 _UNNOTICED = "recordings do not notice it"
 
-# The operator of recurrent layers on a GPU.
-CUDNN_RNN = "_cudnn_rnn"
-
 # name -> (where it lives, what fastdp does without it)
 PRIVATE = {
     "_make_subclass": ("torch.Tensor", "none: parameters of a subclass raise"),
@@ -30,7 +27,6 @@ PRIVATE = {
     "_is_profiler_enabled": ("torch.autograd.profiler", "phases have no names in profiles"),
     "_foreach_norm": ("torch", "norms of gradients are taken one by one"),
     "_ExperimentalConfig": ("torch.profiler", "traces lack the threads of replicas"),
-    "_cudnn_rnn": ("torch.ops.aten", "fits does not know what recurrent layers keep on a GPU"),
     "_check_balance": ("torch.nn.parallel.data_parallel", "unlike GPUs draw no warning"),
     "_current_level": ("torch.autograd.forward_ad", "frozen parameters carry no tangents"),
     "_functorch": ("torch._C", "as for maybe_current_level"),

@@ -8,7 +8,6 @@ from typing import Any, Callable, Dict, Hashable, List, NamedTuple, Optional, Tu
 
 import torch
 
-from . import _torch_compat
 from .cuts import find_tensors
 
 # torch's CUDA allocator hands memory out in multiples of this.
@@ -17,7 +16,7 @@ CUDA_GRAIN_BYTES = 512
 # By kind of device. The workspace of a convolution may be larger than its result; of recurrent
 # layers what they keep for backward is unknown to torch's fake tensors.
 _RUN = {
-    "cuda": ("convolution", "convolution_backward", "cudnn_batch_norm", _torch_compat.CUDNN_RNN),
+    "cuda": ("convolution", "convolution_backward", "cudnn_batch_norm", "_cudnn_rnn"),
     "cpu": ("mkldnn_rnn_layer",),
 }
 

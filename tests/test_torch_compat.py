@@ -60,7 +60,6 @@ def owners():
         "_set_sequence_nr": node(),
         "_log_api_usage_once": torch._C,
         "_foreach_norm": torch,
-        "_cudnn_rnn": torch.ops.aten,
         "_check_balance": DATA_PARALLEL,
         "_is_profiler_enabled": torch.autograd.profiler,
         "_ExperimentalConfig": torch.profiler,
