@@ -10,10 +10,13 @@ import contextlib
 import inspect
 import logging
 import os
+import threading
 import types
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
+
+_lock = threading.RLock()
 
 # name -> (where it lives, what fastdp does without it)
 PRIVATE = {
@@ -22,6 +25,7 @@ PRIVATE = {
     "_functorch": ("torch", "none: every compiler of torch's has it"),
     "_aot_autograd": ("torch._functorch", "a kept graph goes backward once"),
     "_optimize": ("torch._dynamo.eval_frame", "each GPU is compiled for"),
+    "compile_lock": ("torch._dynamo.convert_frame", "fastdp's own compilations take turns"),
     "_torchdynamo_orig_backend": ("torch.compile's functions", "as for the next"),
     "_torchdynamo_orig_callable": ("older ones", "torch.compile(module) runs uncompiled inside"),
 }
@@ -130,6 +134,14 @@ def compiler_of(module: Any) -> Tuple[Any, bool]:
 
 
 # AOTAutograd: what makes a forward and a backward of a graph.
+
+
+def lock() -> Any:
+    """What torch holds while it compiles, so that nobody else does; no code of the user's runs
+    under it."""
+    from torch._dynamo import convert_frame
+
+    return getattr(convert_frame, "compile_lock", _lock)
 
 
 @contextlib.contextmanager

@@ -77,6 +77,7 @@ class Family:
         if form.kind == "breaks":
             self._static.clear()
         self._others[device] = form
+
     def failed(self, form: "Form", error: Optional[Exception]) -> None:
         if error is None:
             self._error = "torch.compile is switched off here"

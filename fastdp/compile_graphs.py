@@ -136,8 +136,8 @@ class Piece:
 def compiled(
     options: CompileOptions, graph: Any, inputs: Sequence[Any], inner: Any = None
 ) -> Callable[..., Any]:
-    """Compiled now, its backward too."""
-    with _compiler_compat.compiled_at_once(is_noted=inner is not None):
+    """Compiled now, its backward too; one at a time in this process."""
+    with _compiler_compat.lock(), _compiler_compat.compiled_at_once(is_noted=inner is not None):
         return options.compile(graph, inputs, inner)
 
 

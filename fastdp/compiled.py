@@ -33,8 +33,6 @@ _MAX_FAMILIES = 32
 # Seconds after which a compilation is spoken of.
 _LONG_S = 15.0
 
-_lock = threading.RLock()  # the compiler is one for all
-
 
 class Compiled:
     """What a wrapper has compiled, for all its replicas."""
@@ -44,6 +42,9 @@ class Compiled:
         self.count = 0  # graphs compiled so far, each for a device
         self.reasons: List[str] = []
         self._families: Dict[Hashable, Family] = {}
+        # Of this wrapper only: a forward that compiles may wait for threads on which the replicas
+        # of another wrapper inside of it compile theirs.
+        self._lock = threading.RLock()
         self._devices = tuple(devices) or (torch.device("cpu"),)
         gpus = {device for device in devices if device.type == "cuda"}
         # What was compiled on one GPU is looked up from others only where torch lets us leave out
@@ -108,7 +109,7 @@ class Compiled:
         )  # fmt: skip
         family = self._families.get(key)
         if family is None:
-            with _lock:
+            with self._lock:
                 family = self._families.setdefault(key, Family(self))
             if len(self._families) > _MAX_FAMILIES:
                 family.reason = f"more than {_MAX_FAMILIES} kinds of arguments were compiled before"
@@ -120,7 +121,7 @@ class Compiled:
     ) -> Any:
         """The output, of what is compiled now; without a compiler's help where it fails."""
         where.wait()
-        with _lock, _Progress(where.device):
+        with self._lock, _Progress(where.device):
             for form in family.forms_to_try(arguments.sizes, where.device):
                 state = State(module, where.device)
                 try:

@@ -3,13 +3,14 @@ other devices."""
 
 import contextlib
 import copy
+import threading
 import types
 import weakref
 
 import fastdp
 import pytest
 import torch
-from fastdp import compile_graphs, compile_options, compiled, readiness, relocation
+from fastdp import _compiler_compat, compile_graphs, compile_options, readiness, relocation
 from fastdp.compiled import Compiled, ReplicaCall
 from pretended_gpus import Gpus
 from torch import nn
@@ -333,9 +334,47 @@ def test_what_inductor_made_is_loaded_again_for_another_device(monkeypatch, tmp_
     torch.testing.assert_close(got, want)
 
 
-def test_one_form_is_compiled_in_turn():
-    """The lock that all compilations take lets its own thread in again."""
-    with compiled._lock:
-        dp = fastdp.DataParallel(nn.Linear(4, 2), ["cpu"], compile={"backend": "aot_eager"})
-        dp(torch.zeros(2, 4))
+def test_one_graph_is_compiled_in_turn():
+    """The lock that all compilations take lets its own thread in again, and others wait."""
+    dp, same = (
+        fastdp.DataParallel(nn.Linear(4, 2), ["cpu"], compile={"backend": "aot_eager"})
+        for _ in range(2)
+    )
+    other = threading.Thread(target=dp, args=(torch.zeros(2, 4),), daemon=True)
+    with _compiler_compat.lock():
+        same(torch.zeros(2, 4))
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()
+    other.join(60)
     assert dp._fastdp_compiled.count == 1
+
+
+class Nested(nn.Module):
+    """Calls a wrapper of its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.layer, self.inner = nn.Linear(4, 4), inner
+
+    def forward(self, x):
+        return self.inner(torch.relu(self.layer(x)))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_wrapper_inside_compiles_on_its_own_threads_while_the_outer_waits(n):
+    options = {"compile": {"backend": "aot_eager"}}
+    inner = fastdp.DataParallel(nn.Linear(4, 2), ["cpu", "cpu"], **options)
+    outer = fastdp.DataParallel(Nested(inner), ["cpu"] * n, **options)
+    x, found = torch.randn(6 * n - 1, 4), []  # halves of other sizes: each is compiled
+
+    def run():
+        found.append(outer(x))
+
+    # A thread that may be left behind, where this hangs.
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found, "the replicas of the inner wrapper wait for the outer one, and it for them"
+    want = inner.module(torch.relu(outer.module.layer(x)))
+    torch.testing.assert_close(found[0], want)

@@ -86,12 +86,14 @@ def test_this_torch_has_it(name):
 
 
 def test_this_torch_has_what_compiles():
+    import torch._dynamo.convert_frame
     import torch._dynamo.eval_frame
     import torch._functorch._aot_autograd
     import torch._inductor
 
     made = torch.compile(nn.Linear(2, 2), backend="eager").dynamo_ctx.callback
-    found = [torch, torch._functorch, torch._dynamo.eval_frame, made]
+    dynamo = torch._dynamo
+    found = [torch, torch._functorch, dynamo.convert_frame, dynamo.eval_frame, made]
     older = {"_torchdynamo_orig_callable"}
     assert [n for n in COMPILERS if n not in older and not any(hasattr(f, n) for f in found)] == []
 
