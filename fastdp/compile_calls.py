@@ -10,14 +10,16 @@ from torch import nn
 
 class Arguments:
     """`structure` is what calls of one family have in common, `sizes` what they differ in: shapes,
-    strides and numbers. Devices count as the replica's own or another."""
+    strides and numbers. Devices count as the replica's own or another. Tensors that share memory
+    are told from such that do not: code for the latter is wrong where one of them is written."""
 
     __slots__ = ("args", "kwargs", "structure", "sizes")
 
     def __init__(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], device: torch.device) -> None:
         self.args, self.kwargs = args, kwargs
         sizes: List[Hashable] = []
-        self.structure = _walk(args, device, sizes), _walk(kwargs, device, sizes)
+        trees = _walk(args, device, sizes), _walk(kwargs, device, sizes)
+        self.structure = trees, _overlaps(self.tensors(args, kwargs))
         self.sizes = tuple(sizes)
 
     @staticmethod
@@ -40,7 +42,8 @@ def _walk(tree: Any, device: torch.device, sizes: List[Hashable]) -> Hashable:
         place = None if tree.device == device else str(tree.device)
         if tree.layout == torch.strided:
             sizes.append((tree.shape, tree.stride()))
-        return kind, tree.dtype, tree.dim(), tree.layout, tree.requires_grad, place
+        view = tree.is_conj(), tree.is_neg()
+        return kind, tree.dtype, tree.dim(), tree.layout, tree.requires_grad, place, view
     if isinstance(tree, (tuple, list)):
         return kind, tuple([_walk(item, device, sizes) for item in tree])
     if isinstance(tree, dict):
@@ -52,6 +55,33 @@ def _walk(tree: Any, device: torch.device, sizes: List[Hashable]) -> Hashable:
     if tree is None or kind in (bool, str, bytes, torch.dtype, torch.device):
         return kind, tree
     return kind  # the compiler's guards look into it
+
+
+def _overlaps(tensors: List[torch.Tensor]) -> Hashable:
+    """For each tensor the first one with which it shares memory, and how far behind that it begins;
+    None where all lie apart, which is nearly always told by their storages alone."""
+    dense = [tensor for tensor in tensors if tensor.layout == torch.strided]
+    if len({tensor.untyped_storage().data_ptr() for tensor in dense}) == len(dense):
+        return None
+    spans = [_span(tensor) for tensor in dense]
+    found = []
+    for i, span in enumerate(spans):
+        k = next(k for k, other in enumerate(spans) if k == i or _meet(span, other))
+        found.append((k, span[1] - spans[k][1]))
+    return tuple(found) if any(k != i for i, (k, _) in enumerate(found)) else None
+
+
+def _span(tensor: torch.Tensor) -> Tuple[int, int, int]:
+    """(storage, first byte, behind the last one)."""
+    size = tensor.element_size()
+    start = tensor.storage_offset() * size
+    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    end = start + (steps + 1) * size if tensor.numel() else start
+    return tensor.untyped_storage().data_ptr(), start, end
+
+
+def _meet(one: Tuple[int, int, int], other: Tuple[int, int, int]) -> bool:
+    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
 
 def _name(key: Any) -> Hashable:

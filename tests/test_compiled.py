@@ -11,6 +11,7 @@ import fastdp
 import pytest
 import torch
 from compiled_cases import Net, Twins, count_for
+from fastdp.compile_calls import Arguments
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -98,6 +99,32 @@ def test_a_module_that_is_called_directly_is_compiled_too():
     for _ in range(2):
         torch.testing.assert_close(dp(x), plain(x))
     assert dp._fastdp_compiled.count == 1
+
+
+class WritesIntoItsInput(nn.Module):
+    def forward(self, x, y):
+        x.add_(1)
+        return x * y
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs no GPU: all are taken otherwise")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_arguments_that_share_memory_are_not_taken_for_such_that_lie_apart(backend):
+    module = WritesIntoItsInput()
+    dp = fastdp.DataParallel(module, compile={"backend": backend})
+    for start in (4, 0, 2, 4):  # apart, the same, overlapping
+        for _ in range(2):
+            one, other = (torch.arange(8.0) for _ in range(2))
+            got = dp(one[:4], one[start : start + 4])
+            assert torch.equal(got, module(other[:4], other[start : start + 4]))
+            assert torch.equal(one, other)
+
+
+def test_tensors_that_are_conjugated_lazily_are_a_kind_of_their_own():
+    x = torch.ones(2, dtype=torch.complex64)
+    kinds = [x, x.conj(), x.conj().imag]
+    found = {Arguments((each,), {}, x.device).structure for each in kinds}
+    assert len(found) == 3
 
 
 def test_an_attribute_that_changes_is_seen(fast):
