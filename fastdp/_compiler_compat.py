@@ -117,7 +117,7 @@ def looked_up(name: str) -> Callable[..., Any]:
     try:
         return lookup_backend(name)
     except Exception as error:
-        known = ", ".join(list_backends())
+        known = ", ".join(name for name in list_backends() if name != "cudagraphs")
         raise ValueError(f"it must be one of {known}, or a function") from error
 
 
@@ -200,7 +200,7 @@ def settings_of_mode(mode: str, dynamic: Optional[bool]) -> Dict[str, Any]:
     """ValueError, with the modes that there are."""
     from torch._inductor import list_mode_options
 
-    known = ("default", *list_mode_options())
+    known = dict.fromkeys(("default", *list_mode_options()))
     if mode not in known:
         raise ValueError(f"it must be one of {', '.join(known)}")
     return {} if mode == "default" else list_mode_options(mode, dynamic)

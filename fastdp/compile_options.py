@@ -103,7 +103,7 @@ def _checked_settings(settings: Dict[str, Any]) -> Dict[str, Any]:
     known = set(_compiler_compat.known_settings())
     result = {}
     for name, value in settings.items():
-        place = name.replace("-", "_")
+        place = str(name).replace("-", "_")
         if place not in known:
             raise ValueError(
                 f"compile['options'] has {name!r}, which is none of Inductor's list_options()"

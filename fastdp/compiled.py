@@ -42,6 +42,8 @@ class Compiled:
         self.count = 0  # graphs compiled so far, each for a device
         self.reasons: List[str] = []
         self._families: Dict[Hashable, Family] = {}
+        self._one_too_many = Family(self)
+        self._one_too_many.reason = f"more than {_MAX_FAMILIES} kinds of arguments"
         # Of this wrapper only: a forward that compiles may wait for threads on which the replicas
         # of another wrapper inside of it compile theirs.
         self._lock = threading.RLock()
@@ -110,10 +112,10 @@ class Compiled:
         family = self._families.get(key)
         if family is None:
             with self._lock:
+                if len(self._families) >= _MAX_FAMILIES and key not in self._families:
+                    self._note(self._one_too_many.reason)
+                    return self._one_too_many  # and none is kept: they may be new at each step
                 family = self._families.setdefault(key, Family(self))
-            if len(self._families) > _MAX_FAMILIES:
-                family.reason = f"more than {_MAX_FAMILIES} kinds of arguments were compiled before"
-                self._note(family.reason)
         return family
 
     def _compile(

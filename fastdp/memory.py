@@ -37,7 +37,7 @@ class Memory(Dict[str, Row]):
     - `gradients`: the memory that their `.grad` keeps. One that a backward left keeps its bucket.
     - `replicas`: the copies of parameters and buffers that a step makes for the replicas on the
       device. In eager steps they come and go with a step; of recorded ones `graphs` has them. 0
-      before the first forward.
+      before the first forward or `dp.fits`.
     - `buckets`: what the core's scratch pools hold: gradients and copies on their way. All wrappers
       of the process share them. For the host, pinned memory is counted too.
     - `graphs`: recorded steps: their fixed memory and their pools.

@@ -135,7 +135,14 @@ class Scattered:
 
     def size(self, dim: Optional[int] = None) -> Any:
         """The shape of the whole, or its size along `dim`, as `torch.Tensor.size`."""
-        return self.shape if dim is None else self.shape[dim]
+        if dim is None:
+            return self.shape
+        if not -self.ndim <= dim < self.ndim:
+            raise IndexError(
+                f"dim is {dim}: it must be from {-self.ndim} to {self.ndim - 1}, as the "
+                f"fastdp.Scattered has {self.ndim} dimensions"
+            )
+        return self.shape[dim]
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -173,7 +180,7 @@ class Scattered:
     def type(self, dtype: Optional[torch.dtype] = None) -> Any:
         """Each slice converted, in its place; without a dtype the name of its type, as
         `torch.Tensor.type`."""
-        return self._slices[0].type() if dtype is None else self.to(dtype)
+        return self._slices[0].type() if dtype is None else self.to(dtype=dtype)
 
     def detach(self) -> Scattered:
         return self._each(torch.Tensor.detach)
@@ -300,6 +307,8 @@ def _checked_dim(slices: Sequence[torch.Tensor], dim: int) -> int:
         if not isinstance(part, torch.Tensor):
             raise TypeError(f"slices[{i}] is a {type(part).__name__}: it must be a tensor")
     first = slices[0]
+    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+        raise TypeError(f"dim is {dim!r}: it must be an int")
     if not -first.dim() <= dim < first.dim():
         raise ValueError(f"dim is {dim}: slices[0] has {first.dim()} dimensions")
     dim %= first.dim()

@@ -11,6 +11,7 @@ import fastdp
 import pytest
 import torch
 from compiled_cases import Net, Twins, count_for
+from fastdp import compiled
 from fastdp.compile_calls import Arguments
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -349,13 +350,14 @@ def test_compile_of_the_wrapper_around_compiled_replicas(fast):
         ("inductor", TypeError, "compile is 'inductor'"),
         ({"engine": 1}, ValueError, "compile has the key 'engine'"),
         ({"dynamic": 1}, TypeError, r"compile\['dynamic'\] is 1"),
-        ({"mode": "fastest"}, ValueError, r"compile\['mode'\] is 'fastest'"),
-        ({"backend": "gcc"}, ValueError, r"compile\['backend'\] is 'gcc'"),
+        ({"mode": "fastest"}, ValueError, r"mode'\] is 'fastest': it must be one of default, (?!def)"),
+        ({"backend": "gcc"}, ValueError, r"compile\['backend'\] is 'gcc': it must be one of (?!cuda)"),
         ({"backend": "cudagraphs"}, ValueError, "makes CUDA graphs of its own"),
         ({"options": {"fast": True}}, ValueError, r"compile\['options'\] has 'fast'"),
+        ({"options": {1: True}}, ValueError, r"compile\['options'\] has 1"),
         ({"mode": "default", "options": {}}, ValueError, "one of the two"),
     ],
-    ids=["str", "key", "dynamic", "mode", "backend", "cudagraphs", "options", "both"],
+    ids=["str", "key", "dynamic", "mode", "backend", "cudagraphs", "options", "number", "both"],
 )
 def test_bad_options_are_named(value, error, text):
     with pytest.raises(error, match=text):
@@ -428,6 +430,27 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         return self.last(self.lstm(x)[0])
+
+
+def test_a_kind_that_is_new_at_each_step_leaves_nothing(monkeypatch):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, name):
+            return self.layer(x)
+
+    monkeypatch.setattr(compiled, "_MAX_FAMILIES", 3)
+    dp = fastdp.DataParallel(Named(), ["cpu", "cpu"], compile={"backend": "eager"})
+    x = torch.ones(4, 4)
+    for step in range(6):
+        torch.testing.assert_close(dp(x, f"step {step}"), dp.module(x, ""))
+    found = dp._fastdp_compiled
+    assert found.count == len(found._families) == 3
+    assert found.reasons == ["more than 3 kinds of arguments"]
+    dp(x, "step 0")  # what is compiled stays so
+    assert found.count == 3
 
 
 def test_a_forward_of_which_nothing_is_compiled_runs_uncompiled(fast):

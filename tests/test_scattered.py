@@ -248,6 +248,18 @@ def test_all_else_says_what_to_do(act):
         act(scattered(ints(5, 3), [2, 3]))
 
 
+def test_dimensions_that_it_does_not_have():
+    halves = Scattered([torch.zeros(2, 3), torch.zeros(1, 3)])
+    for dim in (2, -3):
+        with pytest.raises(IndexError, match=f"dim is {dim}: it must be from -2 to 1"):
+            halves.size(dim)
+        with pytest.raises(IndexError, match=f"dim is {dim}: it must be from -2 to 1"):
+            fastdp.DataParallel(nn.Identity(), ["cpu", "cpu"], dim=dim)(halves)
+    for dim in (1.5, True, "0"):
+        with pytest.raises(TypeError, match=f"dim is {dim!r}: it must be an int"):
+            Scattered([torch.zeros(2, 3)], dim)
+
+
 def test_names_that_no_tensor_has():
     cut = scattered(ints(5, 3), [2, 3])
     with pytest.raises(AttributeError, match="^'Scattered' object has no attribute 'nonsense'$"):
@@ -255,6 +267,8 @@ def test_names_that_no_tensor_has():
     assert not hasattr(cut, "mean") and not hasattr(cut, "__array__") and hasattr(cut, "to")
     with pytest.raises(TypeError, match="dtype is 'half': it must be a torch.dtype"):
         cut.to("cpu", "half")
+    with pytest.raises(TypeError, match="dtype is 'torch.HalfTensor': it must be a torch.dtype"):
+        cut.type("torch.HalfTensor")
     with pytest.raises(TypeError, match="unsupported operand"):
         cut + 1
 
