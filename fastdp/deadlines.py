@@ -2,8 +2,8 @@
 `CommunicationTimeoutError`, with the flight recorder's text.
 
 What GPUs do is enqueued, and nobody here waits for it. So behind each forward, and behind each move
-in a backward, events are recorded; one that has not passed `timeout_s` after it was recorded is late.
-That is looked at
+in a backward, events are recorded; one that has not passed `timeout_s` after it was recorded is
+late. That is looked at
 
 - when a forward starts and when a node of a backward begins to move: these raise;
 - while a forward waits because communication of more than a few forwards before it is not over. A

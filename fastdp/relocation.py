@@ -129,6 +129,7 @@ def text_for(source: str, home: int, target: int) -> str:
     Raises:
         ValueError: it speaks of a third one.
     """
+
     def renumbered(match: "re.Match[str]") -> str:
         if int(match.group(2)) != home:
             raise ValueError(f"its code speaks of GPU {match.group(2)}, too")

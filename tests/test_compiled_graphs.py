@@ -155,7 +155,8 @@ def test_pieces_wait_for_their_buckets_and_steps_are_those_of_plain_replicas(mon
     def trained(dp):
         trace = []
         for seed in range(3):
-            x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            generator = torch.Generator().manual_seed(seed)
+            x = torch.randn(6, 4, dtype=torch.float64, generator=generator)
             dp.module.zero_grad()
             output = dp(x)
             output.square().sum().backward()
