@@ -2,9 +2,9 @@
 
 Activation checkpointing saves a GPU's random state in the forward and sets it again in the
 backward, so that dropout draws the same numbers when it is recomputed. While a graph is captured,
-torch gives and takes the position within that graph only. Within one graph that is right. In another
-one it is not: a graph draws from where the generator was when a graph was last replayed, which need
-not be the one where the state was saved. Such numbers would be wrong, without an error.
+torch gives and takes the position within that graph only. Within one graph that is right. In
+another one it is not: a graph draws from where the generator was when a graph was last replayed,
+which need not be the one where the state was saved. Such numbers would be wrong, without an error.
 """
 
 from __future__ import annotations
