@@ -110,6 +110,17 @@ def messages_of_once_left_out() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def hooks_guarded() -> Iterator[None]:
+    """What is compiled meanwhile asks for the hooks of modules; torch leaves that out by default, so
+    that a hook which comes later never runs."""
+    from torch._dynamo import config
+
+    name = "skip_nnmodule_hook_guards"
+    with config.patch({name: False}) if hasattr(config, name) else contextlib.nullcontext():
+        yield
+
+
 def looked_up(name: str) -> Callable[..., Any]:
     """The compiler of that name. ValueError, with those that there are."""
     from torch._dynamo import list_backends, lookup_backend

@@ -138,7 +138,8 @@ class Form:
         started, before = time.perf_counter(), self._owner.count
         try:
             with readiness.compiling(), _compiler_compat.messages_of_once_left_out():
-                return self._call(self._compile, where, module, args, kwargs)
+                with _compiler_compat.hooks_guarded():
+                    return self._call(self._compile, where, module, args, kwargs)
         finally:
             self._now, self._known = None, ()
             if self._owner.count > before:

@@ -20,7 +20,7 @@ from typing import Any, Dict, Hashable, List, Sequence
 import torch
 from torch import nn
 
-from . import _compiler_compat, captures, readiness
+from . import _compiler_compat, _torch_compat, captures, readiness
 from .compile_calls import Arguments, State
 from .compile_forms import MISSED, Family
 from .compile_options import CompileOptions, is_compiled_module
@@ -78,6 +78,9 @@ class Compiled:
     def run(self, where: "ReplicaCall", root: nn.Module, args: Any, kwargs: Any) -> Any:
         module = _compiled_part(root)
         if self.useless or readiness.is_uncompiled():
+            return _plainly(where, module, args, kwargs)
+        if any(_torch_compat.global_module_hooks()):  # torch has no guards for these
+            self._note("as long as there are hooks on all modules")
             return _plainly(where, module, args, kwargs)
         arguments = Arguments(args, kwargs, where.device)
         family = self._family(where, module, arguments)

@@ -453,6 +453,35 @@ def test_a_kind_that_is_new_at_each_step_leaves_nothing(monkeypatch):
     assert found.count == 3
 
 
+def doubles_what_layers_give(module, args, output):
+    return output * 2 if isinstance(module, nn.Linear) else None
+
+
+@pytest.mark.parametrize("where", ["root", "inside", "everywhere"])
+def test_hooks_that_come_and_go_after_it_was_compiled(fast, where):
+    twins = Twins(fast, Net())
+    twins.each(nn.Module.eval)
+    before = twins.look(twins.rows())
+    if where == "everywhere":
+        register = torch.nn.modules.module.register_module_forward_hook
+        hooks = [register(doubles_what_layers_give)]
+    else:
+        hooks = []
+        twins.each(
+            lambda module: hooks.append(
+                (module if where == "root" else module.second).register_forward_hook(
+                    lambda module, args, output: output * 2
+                )
+            )
+        )
+    assert not torch.equal(twins.look(twins.rows()), before)
+    for hook in hooks:
+        hook.remove()
+    torch.testing.assert_close(twins.look(twins.rows()), before, rtol=0, atol=1e-12)
+    reason = ["as long as there are hooks on all modules"]
+    assert twins.reasons == (reason if where == "everywhere" else [])
+
+
 def test_a_forward_of_which_nothing_is_compiled_runs_uncompiled(fast):
     twins = Twins(fast, Recurrent())
     for _ in range(2):
