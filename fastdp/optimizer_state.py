@@ -43,7 +43,7 @@ def missing_bytes(optimizer: Any) -> Dict[torch.device, int]:
     except Exception as error:
         raise RuntimeError(
             f"optimizer is a {type(optimizer).__name__}, whose state cannot be foreseen ({error}): "
-            "take a step with it before, or leave it out"
+            "leave it out; on GPUs its state counts as held once it has taken a step"
         ) from error
     found: Dict[torch.device, int] = {}
     for twin, device in devices.items():
