@@ -201,7 +201,8 @@ def take_losses(name: str, per_gpu: int, args: argparse.Namespace) -> Dict[str, 
     holds = found <= 2 * bound or found < 1e-7
     word = "holds" if holds else "FAILS"
     say(f"{word}: {name}: fastdp compiled is {found:.3g} from fastdp; plain {bound:.3g} from plain")
-    return {"plain": bound, "fastdp": found, "holds": holds, "losses": [plain, compiled, ours, both]}
+    losses = [plain, compiled, ours, both]
+    return {"plain": bound, "fastdp": found, "holds": holds, "losses": losses}
 
 
 def apart(one: List[float], other: List[float]) -> float:

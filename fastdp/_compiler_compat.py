@@ -112,8 +112,8 @@ def messages_of_once_left_out() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_guarded() -> Iterator[None]:
-    """What is compiled meanwhile asks for the hooks of modules; torch leaves that out by default, so
-    that a hook which comes later never runs."""
+    """What is compiled meanwhile asks for the hooks of modules; torch leaves that out by default,
+    so that a hook which comes later never runs."""
     from torch._dynamo import config
 
     name = "skip_nnmodule_hook_guards"

@@ -97,8 +97,8 @@ def main():
     for thread in threads:
         thread.join()
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
-    print(f"{chosen.threads} threads, {chosen.rounds} rounds each, lock {'on' if has_lock else 'off'}:"
-          f" {len(failures)} failed")
+    lock = "on" if has_lock else "off"
+    print(f"{chosen.threads} threads, {chosen.rounds} rounds each, lock {lock}: {len(failures)} failed")
     for failure in failures:
         print(repr(failure))
     return len(failures) > 0

@@ -1,5 +1,5 @@
-"""`timeout_s`, on GPUs that are pretended: one that never finishes what it was given is an exception
-within the deadline, with the flight recorder's text, however the program goes on."""
+"""`timeout_s`, on GPUs that are pretended: one that never finishes what it was given is an
+exception within the deadline, with the flight recorder's text, however the program goes on."""
 
 import contextlib
 import gc

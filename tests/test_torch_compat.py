@@ -192,8 +192,8 @@ def own_names():
     return names
 
 
-# Private by their look only: a namedtuple's documented method, parts of Python, an operator, our own
-# keys and attributes.
+# Private by their look only: a namedtuple's documented method, parts of Python, an operator, our
+# own keys and attributes.
 NOT_TORCH = {"_make", "_fields", "_asdict", "_getframe", "_py_warnings", "_cudnn_rnn"}
 NOT_TORCH |= {"_fastdp_runtime", "_fastdp_surprises", "_fastdp_witness", "_fastdp_compiled"}
 

@@ -1,5 +1,5 @@
-/* The checks of a program that is one file of tests by itself, counted. The last message of the core
- * stands beside a failure. Included once, by that file. */
+/* The checks of a program that is one file of tests by itself, counted. The last message of the
+ * core stands beside a failure. Included once, by that file. */
 #ifndef FDP_TESTS_ALONE_H
 #define FDP_TESTS_ALONE_H
 

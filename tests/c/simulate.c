@@ -9,8 +9,8 @@
  * --seed: of the first world; --worlds, --schedules, --seconds: when to stop, whichever is first,
  * or SIGTERM;
  * --twice: every N-th world runs a second time and must leave the same trace; --sweep: worlds of
- * one round, once for each call of a device (each N-th), which fails; --stall: from which on, instead,
- * the device never finishes anything until the round is over; --trace: what was enqueued
+ * one round, once for each call of a device (each N-th), which fails; --stall: from which on,
+ * instead, the device never finishes anything until the round is over; --trace: what was enqueued
  * and run, as text; --brief: no stacks. */
 #include <signal.h>
 #include <stdio.h>

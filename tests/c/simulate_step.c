@@ -14,8 +14,8 @@ static fdp_stream *home_compute(const caller *own) { return own->compute[MAX_REP
 
 static fdp_stream *home_beside(const caller *own) { return own->beside[MAX_REPLICAS]; }
 
-/* No call waits longer than one deadline, however many devices it waits for, but for NCCL's own when
- * that makes connections. */
+/* No call waits longer than one deadline, however many devices it waits for, but for NCCL's own
+ * when that makes connections. */
 static void check_deadline(caller *own, const char *verb) {
   run *in = own->run;
   int64_t lost_ms = sim_lost_ms(in->world) - own->lost_ms;
