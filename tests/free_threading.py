@@ -98,7 +98,8 @@ def main():
         thread.join()
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
     lock = "on" if has_lock else "off"
-    print(f"{chosen.threads} threads, {chosen.rounds} rounds each, lock {lock}: {len(failures)} failed")
+    ran = f"{chosen.threads} threads, {chosen.rounds} rounds each, lock {lock}"
+    print(f"{ran}: {len(failures)} failed")
     for failure in failures:
         print(repr(failure))
     return len(failures) > 0

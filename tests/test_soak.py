@@ -91,8 +91,8 @@ def test_many_wrappers(fast, request):
     count, allowed_bytes = (1000, 1 << 20) if is_long else (120, 4 << 20)
     if fast.home.type == "cuda":
         # A recording of a GPU that is dropped leaves 95 KB of malloc's for each replica (H200,
-        # torch 2.11): not Python's objects, not torch's memory, not graphs by themselves. Half of the
-        # second half's wrappers record, with 2 or 3 replicas.
+        # torch 2.11): not Python's objects, not torch's memory, not graphs by themselves. Half of
+        # the second half's wrappers record, with 2 or 3 replicas.
         allowed_bytes += (count // 4) * 3 * 100_000
     x = ints(6, 3)
 
