@@ -233,7 +233,8 @@ def nothing_kept():
     yield
     gc.collect()
     assert settled(threads), [thread.name for thread in threading.enumerate()]
-    assert census() == before
+    # Fewer are what earlier tests had left.
+    assert all(now <= then for now, then in zip(census(), before, strict=True)), (census(), before)
 
 
 # How many good steps come before the one with the failure: of "graph", the last eager one, the one

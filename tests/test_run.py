@@ -168,6 +168,7 @@ TRAINS = """
         names = "TRANSPORT", "UNUSED_GRAD", "BUCKET_BYTES"
         print(*[os.environ["FASTDP_" + name] for name in names])
         print(model.unused_grad, model.bucket_bytes, sys.argv[1:])
+        sys.stdout.flush()  # or the child writes it, too
         if os.fork() == 0:
             sys.exit(7)
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 7

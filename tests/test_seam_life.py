@@ -107,7 +107,7 @@ def test_no_references_and_no_objects_are_left(calls, table):
         for _ in range(CALLS // 10):
             run()
         assert [sys.getrefcount(thing) for thing in things] == counts
-        assert live_tensors() == tensors
+        assert live_tensors() <= tensors  # fewer are what earlier tests had left
         assert abs(sys.getallocatedblocks() - blocks) < 100
         assert abs(sys.getrefcount(None) - none) < 100
     finally:
