@@ -104,12 +104,14 @@ def test_no_references_and_no_objects_are_left(calls, table):
         counts = [sys.getrefcount(thing) for thing in things]
         tensors, blocks = live_tensors(), sys.getallocatedblocks()
         none = sys.getrefcount(None)
-        for _ in range(CALLS // 10):
+        for _ in range(CALLS // 2):
             run()
         assert [sys.getrefcount(thing) for thing in things] == counts
         assert live_tensors() <= tensors  # fewer are what earlier tests had left
-        assert abs(sys.getallocatedblocks() - blocks) < 100
-        assert abs(sys.getrefcount(None) - none) < 100
+        # One block or reference for each run would be 1,000; other threads of the process, those of
+        # pytest's workers among them, come and go with some hundred.
+        assert sys.getallocatedblocks() - blocks < CALLS // 4
+        assert abs(sys.getrefcount(None) - none) < CALLS // 4
     finally:
         _C._use_exchange_table(former)
 
