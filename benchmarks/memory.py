@@ -36,6 +36,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from measure import keep, machine_of  # noqa: E402
 from models import MODELS, STANDARD, Model  # noqa: E402
+from step import chosen_model  # noqa: E402
 
 MB = 2**20
 BOUND = 0.1
@@ -329,7 +330,7 @@ def parse(arguments: Optional[Sequence[str]]) -> argparse.Namespace:
     if not (set(names) == {"cpu"} or all(name.isdigit() for name in names)):
         parser.error(f"--devices: {args.devices!r} is neither numbers of GPUs nor cpu's")
     args.devices = [torch.device("cuda", int(n)) if n.isdigit() else torch.device(n) for n in names]
-    args.models = [_chosen(entry, parser) for entry in args.models.split(",")]
+    args.models = [chosen_model(entry, parser) for entry in args.models.split(",")]
     ways = ["one GPU", "torch DP", OURS, DDP]
     if args.devices[0].type == "cuda":
         ways.insert(3, "fastdp graph")
@@ -340,15 +341,6 @@ def parse(arguments: Optional[Sequence[str]]) -> argparse.Namespace:
     if unknown:
         parser.error(f"--ways: {sorted(unknown)[0]!r} is not one of {', '.join(ways)}")
     return args
-
-
-def _chosen(entry: str, parser: argparse.ArgumentParser) -> Tuple[str, int]:
-    name, _, batch = entry.partition(":")
-    if name not in MODELS:
-        parser.error(f"--models: {name!r} is not one of {', '.join(MODELS)}")
-    if batch and not (batch.isdigit() and int(batch) > 0):
-        parser.error(f"--models: {batch!r} is no batch size; write {name}:{MODELS[name].per_gpu}")
-    return name, int(batch) if batch else MODELS[name].per_gpu
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any, Iterator
+from typing import Any, ContextManager, Iterator
 
 from .signatures import NotRecordable
 
@@ -26,75 +26,57 @@ NOT_READY = object()
 
 
 @contextlib.contextmanager
-def only_ready() -> Iterator[None]:
-    """Around calls of replicas that must not compile."""
-    before = may_compile()
-    _local.may_compile = False
+def _held(name: str, value: Any) -> Iterator[None]:
+    """What this thread has by that name is `value` meanwhile."""
+    before = getattr(_local, name, None)
+    setattr(_local, name, value)
     try:
         yield
     finally:
-        _local.may_compile = before
+        setattr(_local, name, before)
+
+
+def only_ready() -> ContextManager[None]:
+    """Around calls of replicas that must not compile."""
+    return _held("may_not_compile", True)
 
 
 def may_compile() -> bool:
-    return getattr(_local, "may_compile", True)
+    return not getattr(_local, "may_not_compile", False)
 
 
 @contextlib.contextmanager
 def as_compiled() -> Iterator[None]:
     """As `only_ready`, where a part that is not compiled is to run as it is: what is recorded."""
-    before = is_as_compiled()
-    _local.as_compiled = True
-    try:
-        with only_ready():
-            yield
-    finally:
-        _local.as_compiled = before
+    with _held("as_compiled", True), only_ready():
+        yield
 
 
 def is_as_compiled() -> bool:
-    return getattr(_local, "as_compiled", False)
+    return bool(getattr(_local, "as_compiled", False))
 
 
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
+def compiling() -> ContextManager[None]:
     """Around a call that compiles what is missing."""
-    before = is_compiling()
-    _local.compiling = True
-    try:
-        yield
-    finally:
-        _local.compiling = before
+    return _held("compiling", True)
 
 
 def is_compiling() -> bool:
-    return getattr(_local, "compiling", False)
+    return bool(getattr(_local, "compiling", False))
 
 
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
+def uncompiled() -> ContextManager[None]:
     """Around calls of replicas whose operators somebody wants to see."""
-    before = getattr(_local, "uncompiled", False)
-    _local.uncompiled = True
-    try:
-        yield
-    finally:
-        _local.uncompiled = before
+    return _held("uncompiled", True)
 
 
 def is_uncompiled() -> bool:
-    return getattr(_local, "uncompiled", False)
+    return bool(getattr(_local, "uncompiled", False))
 
 
-@contextlib.contextmanager
-def place(found: Any) -> Iterator[None]:
+def place(found: Any) -> ContextManager[None]:
     """Around the compiled forward of the replica at this place: its parts ask for it."""
-    before = current_place()
-    _local.place = found
-    try:
-        yield
-    finally:
-        _local.place = before
+    return _held("place", found)
 
 
 def current_place() -> Any:

@@ -92,3 +92,14 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.second(torch.relu(self.norm(self.first(x)))) * self.rate
+
+
+class Breaking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        x = torch.tanh(x)
+        torch._dynamo.graph_break()
+        return self.net(x)

@@ -10,7 +10,7 @@ import weakref
 import fastdp
 import pytest
 import torch
-from compiled_cases import Net, Twins, count_for
+from compiled_cases import Breaking, Net, Twins, count_for
 from fastdp import compiled
 from fastdp.compile_calls import Arguments
 from torch import nn
@@ -227,17 +227,6 @@ def test_a_short_last_batch_is_right(fast):
     twins = Twins(fast, Net(), n=3)
     for length in (9, 9, 6, 9, 6, 8):
         twins.step(twins.rows(length))
-
-
-class Breaking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = Net()
-
-    def forward(self, x):
-        x = torch.tanh(x)
-        torch._dynamo.graph_break()
-        return self.net(x)
 
 
 def test_graph_breaks_are_right_and_named(fast):

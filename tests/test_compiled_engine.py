@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from compiled_cases import Net
+from compiled_cases import Breaking, Net
 from engine_cases import SETTLED, WATCHED, Twins, noise, reasons, steps
 from fastdp import recordings
 from torch import nn
@@ -88,17 +88,6 @@ def test_warmup_compiles_and_records(means):
     for seed in range(3):
         twins.step(noise(means, 6, 4, seed=seed))
     assert twins.count == compiled
-
-
-class Breaking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = Net()
-
-    def forward(self, x):
-        x = torch.tanh(x)
-        torch._dynamo.graph_break()
-        return self.net(x)
 
 
 def test_a_forward_with_graph_breaks_is_recorded_as_it_was_compiled(means):
