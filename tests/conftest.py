@@ -189,6 +189,20 @@ def means(request, monkeypatch):
         yield engine_cases.Means(tuple(engine_cases.LISTS[request.param]))
 
 
+@pytest.fixture(params=[True, False], ids=["beside", "in line"])
+def hidden(request):
+    """Whether the moves of pretended GPUs run beside compute."""
+    return request.param
+
+
+@pytest.fixture
+def gpus(monkeypatch, hidden):
+    """GPUs that are pretended (pretended_gpus.py)."""
+    import pretended_gpus
+
+    return pretended_gpus.Gpus(monkeypatch, hidden)
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -8,7 +8,6 @@ import torch
 from compiled_cases import Breaking, Net
 from engine_cases import SETTLED, WATCHED, Twins, noise, reasons, steps
 from fastdp import recordings
-from torch import nn
 
 pytestmark = pytest.mark.slow
 

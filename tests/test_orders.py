@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from orders import Orders
-from pretended_gpus import GPUS, Gpus
+from pretended_gpus import GPUS
 from torch import nn
 
 import fastdp
@@ -114,16 +114,6 @@ class Training:
         with torch.no_grad():
             self.forward()
         self.write("an average of parameters")
-
-
-@pytest.fixture(params=[True, False], ids=["beside", "in line"])
-def hidden(request):
-    return request.param
-
-
-@pytest.fixture
-def gpus(monkeypatch, hidden):
-    return Gpus(monkeypatch, hidden)
 
 
 @pytest.fixture(params=["device", "direct"])

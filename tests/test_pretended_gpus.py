@@ -16,16 +16,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=[True, False], ids=["beside", "in line"])
-def hidden(request):
-    return request.param
-
-
-@pytest.fixture
-def gpus(monkeypatch, hidden):
-    return Gpus(monkeypatch, hidden)
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
