@@ -199,7 +199,8 @@ def test_arguments(arguments, error, words):
         fastdp.validation(dp or fastdp.DataParallel(linear(), ["cpu"]), *rest)
 
 
-def test_before_any_forward_and_without_replicas():
+def test_before_any_forward_and_without_replicas(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where [] is no error
     for ids in ([], ["cpu"], ["cpu", "cpu"]):
         dp = fastdp.DataParallel(linear(), ids)
         with fastdp.validation(dp) as context:
