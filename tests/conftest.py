@@ -11,6 +11,7 @@ A test that covers a row of rows.py may be skipped for want of GPUs or of a newe
 import dataclasses
 import functools
 import re
+import signal
 import types
 
 import pytest
@@ -42,6 +43,9 @@ def pytest_configure(config):
         "slow: takes more than a few seconds",
     ):
         config.addinivalue_line("markers", line)
+    # A shell gives its background jobs an ignored SIGINT, and so to all that tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # For the GPU cases: TF32 rounds what the tests take for exact, and two runs of one convolution
     # are compared.
     torch.backends.cuda.matmul.allow_tf32 = False
