@@ -2,12 +2,11 @@
 
 #include <assert.h>
 #include <cuda_runtime_api.h>
-#include <inttypes.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "device_cuda_guard.h"
+#include "device_cuda_stream.h"
 #include "env.h"
 
 /* Oldest compute capability that the kernels are compiled for. */
@@ -90,121 +89,10 @@ static fdp_status make_current(fdp_device *device) {
   return fdp_cuda_guard_enter(&guard, device);
 }
 
-/* ---- host waits ---- */
-
-static int64_t now_ns(void) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
-
-static bool is_raised(const volatile int *flag) {
-  return flag && __atomic_load_n(flag, __ATOMIC_RELAXED) != 0;
-}
-
-static cudaError_t query_event(void *event) { return cudaEventQuery(event); }
-static cudaError_t query_stream(void *stream) { return cudaStreamQuery(stream); }
-
-/* Asks at once and again, with sleeps that grow from nothing to half a millisecond: short waits
- * stay short, and long ones leave the processor alone. The device is current. */
-static fdp_status wait_for(fdp_device *device, cudaError_t (*query)(void *), void *handle,
-                           const char *what, int64_t timeout_ms,
-                           const volatile int *abort_flag) {
-  const int64_t longest_ns = 500000;
-  int64_t start_ns = now_ns();
-  for (int64_t pause_ns = 0;; pause_ns += pause_ns / 4 + 100) {
-    cudaError_t code = query(handle);
-    if (code != cudaErrorNotReady) return fdp_cuda_check(device, (int)code, what);
-    (void)cudaGetLastError();
-    if (is_raised(abort_flag)) {
-      return fdp_fail(FDP_ABORTED, "cuda:%d: %s: the wait was told to stop", ordinal_of(device),
-                      what);
-    }
-    if ((now_ns() - start_ns) / 1000000 >= timeout_ms) {
-      return fdp_fail(FDP_TIMED_OUT, "cuda:%d: %s: not done within %" PRId64 " ms",
-                      ordinal_of(device), what, timeout_ms);
-    }
-    if (pause_ns > longest_ns) pause_ns = longest_ns;
-    if (pause_ns > 2000) nanosleep(&(struct timespec){.tv_nsec = (long)pause_ns}, NULL);
-  }
-}
-
-/* ---- streams and events ---- */
-
-static fdp_status stream_open(fdp_device *device, fdp_stream **stream) {
-  fdp_cuda_guard guard;
-  cudaStream_t opened = NULL;
-  fdp_status status = fdp_cuda_guard_enter(&guard, device);
-  if (status != FDP_OK) return status;
-  int code = (int)cudaStreamCreateWithFlags(&opened, cudaStreamNonBlocking);
-  if (code == cudaSuccess) *stream = (fdp_stream *)(void *)opened;
-  return fdp_cuda_guard_finish(&guard, code, "stream_open");
-}
+/* ---- streams ---- */
 
 static void stream_close(fdp_device *device, fdp_stream *stream) {
-  fdp_cuda_guard guard;
-  if (!stream || fdp_cuda_guard_enter(&guard, device) != FDP_OK) return;
-  int64_t timeout_ms = ((cuda_device *)device)->timeout_ms;
-  (void)wait_for(device, query_stream, stream, "stream_close", timeout_ms, NULL);
-  int code = (int)cudaStreamDestroy((cudaStream_t)(void *)stream);
-  (void)fdp_cuda_guard_finish(&guard, code, "stream_close");
-}
-
-static fdp_status event_open(fdp_device *device, fdp_event **event) {
-  fdp_cuda_guard guard;
-  cudaEvent_t opened = NULL;
-  fdp_status status = fdp_cuda_guard_enter(&guard, device);
-  if (status != FDP_OK) return status;
-  int code = (int)cudaEventCreateWithFlags(&opened, cudaEventDisableTiming);
-  if (code == cudaSuccess) *event = (fdp_event *)(void *)opened;
-  return fdp_cuda_guard_finish(&guard, code, "event_open");
-}
-
-static void event_close(fdp_device *device, fdp_event *event) {
-  fdp_cuda_guard guard;
-  if (!event || fdp_cuda_guard_enter(&guard, device) != FDP_OK) return;
-  int code = (int)cudaEventDestroy((cudaEvent_t)(void *)event);
-  (void)fdp_cuda_guard_finish(&guard, code, "event_close");
-}
-
-static fdp_status event_record(fdp_device *device, fdp_event *event, fdp_stream *stream) {
-  fdp_cuda_guard guard;
-  fdp_status status = fdp_cuda_guard_enter(&guard, device);
-  if (status != FDP_OK) return status;
-  int code = (int)cudaEventRecord((cudaEvent_t)(void *)event, (cudaStream_t)(void *)stream);
-  return fdp_cuda_guard_finish(&guard, code, "event_record");
-}
-
-static fdp_status stream_wait(fdp_device *device, fdp_stream *stream, fdp_event *event) {
-  fdp_cuda_guard guard;
-  fdp_status status = fdp_cuda_guard_enter(&guard, device);
-  if (status != FDP_OK) return status;
-  cudaEvent_t awaited = (cudaEvent_t)(void *)event;
-  int code = (int)cudaStreamWaitEvent((cudaStream_t)(void *)stream, awaited, 0);
-  return fdp_cuda_guard_finish(&guard, code, "stream_wait");
-}
-
-static fdp_status event_query(fdp_device *device, fdp_event *event, bool *passed) {
-  fdp_cuda_guard guard;
-  fdp_status status = fdp_cuda_guard_enter(&guard, device);
-  if (status != FDP_OK) return status;
-  cudaError_t code = query_event(event);
-  *passed = code == cudaSuccess;
-  if (code == cudaErrorNotReady) {
-    (void)cudaGetLastError();
-    code = cudaSuccess;
-  }
-  return fdp_cuda_guard_finish(&guard, (int)code, "event_query");
-}
-
-static fdp_status event_synchronize(fdp_device *device, fdp_event *event, int64_t timeout_ms,
-                                    const volatile int *abort_flag) {
-  fdp_cuda_guard guard;
-  fdp_status status = fdp_cuda_guard_enter(&guard, device);
-  if (status != FDP_OK) return status;
-  status = wait_for(device, query_event, event, "event_synchronize", timeout_ms, abort_flag);
-  fdp_cuda_guard_leave(&guard);
-  return status;
+  fdp_cuda_stream_close(device, stream, ((cuda_device *)device)->timeout_ms);
 }
 
 /* ---- work ---- */
@@ -266,14 +154,14 @@ static const fdp_device_ops cuda_ops = {
     .pinned_drop = pinned_drop,
     .peer_reach = peer_reach,
     .make_current = make_current,
-    .stream_open = stream_open,
+    .stream_open = fdp_cuda_stream_open,
     .stream_close = stream_close,
-    .event_open = event_open,
-    .event_close = event_close,
-    .event_record = event_record,
-    .stream_wait = stream_wait,
-    .event_query = event_query,
-    .event_synchronize = event_synchronize,
+    .event_open = fdp_cuda_event_open,
+    .event_close = fdp_cuda_event_close,
+    .event_record = fdp_cuda_event_record,
+    .stream_wait = fdp_cuda_stream_wait,
+    .event_query = fdp_cuda_event_query,
+    .event_synchronize = fdp_cuda_event_synchronize,
     .copy = copy,
     .copy_strided = copy_strided,
     .pack = pack,

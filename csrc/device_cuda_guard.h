@@ -1,7 +1,7 @@
 /* The calling thread's current CUDA device: made another for the length of one piece of work and
- * put back after it; and what a code of the runtime means. For device_cuda.c, and for whoever calls
- * the runtime or NCCL himself. Any thread, each for itself; nothing is enqueued. This header needs
- * no CUDA header. */
+ * put back after it; and what a code of the runtime means. For device_cuda*.c, and for whoever
+ * calls the runtime or NCCL himself. Any thread, each for itself; nothing is enqueued. This header
+ * needs no CUDA header. */
 #ifndef FDP_DEVICE_CUDA_GUARD_H
 #define FDP_DEVICE_CUDA_GUARD_H
 

@@ -72,7 +72,7 @@ static_assert(sizeof(fdp_nccl_id) == 128, "ncclUniqueId has 128 bytes");
   {sizeof(fdp_nccl_config), 0xcafebeef,         21800, 1,                  FDP_NCCL_UNDEFINED, \
    FDP_NCCL_UNDEFINED,      FDP_NCCL_UNDEFINED, NULL,  FDP_NCCL_UNDEFINED}
 
-/* Streams are CUDA's, as device_cuda.c hands them out. A `const void *` is device memory. */
+/* Streams are CUDA's, as device_cuda_stream.c hands them out. A `const void *` is device memory. */
 typedef struct fdp_nccl {
   int (*get_version)(int *version);
   const char *(*get_error_string)(int result);
