@@ -50,7 +50,7 @@ CORE = {
 }
 # A function that calls one of these, or opens something, does work: it is no helper of the above.
 WORK = re.compile(r"\b(copy|copy_strided|pack|unpack|sum|memory_take|pinned_take|run_group|calloc"
-                  r"|malloc|fdp_pool_take\w*|fdp_endpoint_copy|\w+_open)\(")
+                  r"|malloc|fdp_nccl_comms_run\w*|fdp_pool_take\w*|fdp_endpoint_copy|\w+_open)\(")
 # Backends of the table, which implement it; and the seam, which needs Python and a GPU.
 BACKENDS = re.compile(r"^(device|host_stream|device_.*)\.c$")
 SEAM = re.compile(r"^py_.*\.c$")
