@@ -10,8 +10,6 @@ Needs a C compiler and make; takes some minutes on two cores.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import pathlib
 import re
 import shlex
@@ -20,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Dict, List, Optional, Set, Tuple
+
+from mutants import Outcome, Site, parser_for, pick, print_list, run, survived
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -56,16 +56,6 @@ BACKENDS = re.compile(r"^(device|host_stream|device_.*)\.c$")
 SEAM = re.compile(r"^py_.*\.c$")
 
 FUNCTION = re.compile(r"^(static )?(?:inline )?([A-Za-z_][\w ]*?[ *]+)(\w+)\(([^;{]*?)\) \{$", re.M)
-
-
-class Site(NamedTuple):
-    file: str
-    line: int
-    kind: str
-    text: str
-    start: int
-    end: int
-    replacement: str
 
 
 def blank(source: str) -> str:
@@ -205,47 +195,30 @@ class Build:
         return program
 
 
-def catch(program: pathlib.Path, schedules: int) -> Tuple[Optional[str], float]:
-    """What the simulation says of the mutant; None if it says nothing. First failures by chance,
-    then each 29th call in turn, in many worlds."""
+def catch(program: pathlib.Path, schedules: int) -> Outcome:
+    """What the simulation says of the mutant. First failures by chance, then each 29th call in
+    turn, in many worlds."""
     start = time.monotonic()
     for options in (["--seed", "1", "--schedules", str(schedules)],
                     ["--seed", "300", "--sweep", "--every", "29", "--schedules",
                      str(2 * schedules)]):
-        run = subprocess.run([str(program), *options, "--brief"], capture_output=True, text=True)
-        if run.returncode != 0:
-            text = " ".join(run.stderr.split()).split(" replay:")[0]
-            return text, time.monotonic() - start
-    return None, time.monotonic() - start
+        done = subprocess.run([str(program), *options, "--brief"], capture_output=True, text=True)
+        if done.returncode != 0:
+            text = " ".join(done.stderr.split()).split(" replay:")[0]
+            return Outcome(True, text, time.monotonic() - start)
+    return survived(time.monotonic() - start)
 
 
-def try_site(build: Build, site: Site, schedules: int) -> Tuple[Optional[str], float]:
+def try_site(build: Build, site: Site, schedules: int) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         program = build.make(site, pathlib.Path(folder))
         if program is None:
-            return "does not compile: the script is wrong", 0.0
+            return Outcome(False, "does not compile: the script is wrong", 0.0)
         return catch(program, schedules)
 
 
-def run(build: Build, sites: List[Site], picked: List[int], schedules: int) -> int:
-    survivors = []
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda number: try_site(build, sites[number], schedules), picked)
-        for number, (found, seconds) in zip(picked, results):
-            site = sites[number]
-            print(f"{number}: {site.file}:{site.line}: {site.text[:80]}: "
-                  f"{'SURVIVES' if found is None else found[:200]} ({seconds:.1f} s)", flush=True)
-            if found is None or found.startswith("does not compile"):
-                survivors.append(number)
-    print(f"{len(picked)} mutants, {len(picked) - len(survivors)} caught, survivors: {survivors}")
-    return min(len(survivors), 100)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--list", action="store_true", help="print the calls, and stop")
-    parser.add_argument("--file", help="only the calls of this file")
-    parser.add_argument("--only", type=int, nargs="+", help="only these numbers of the list")
+    parser = parser_for(__doc__.split("\n\n")[0])
     parser.add_argument("--schedules", type=int, default=20000,
                         help="by chance, and twice as many in turn, after which a mutant "
                         "has survived (default: %(default)s)")
@@ -258,17 +231,11 @@ def main() -> int:
         seam = [site for site in seam if "ops->" in site.text]
         print(f"{len(sites)} calls wait, record, synchronise, retire or keep alive; "
               f"{len(seam)} more in the seam are not simulated", flush=True)
+        picked = pick(sites, chosen)
         if chosen.list:
-            for number, site in enumerate(sites):
-                print(f"{number}: {site.file}:{site.line}: {site.kind}: {site.text} -> "
-                      f"{site.replacement}")
-            for site in seam:
-                print(f"seam: {site.file}:{site.line}: {site.kind}: {site.text}")
+            print_list(sites, picked, seam, "seam")
             return 0
-        picked = [number for number, site in enumerate(sites)
-                  if (not chosen.only or number in chosen.only)
-                  and (not chosen.file or site.file == chosen.file)]
-        return run(build, sites, picked, chosen.schedules)
+        return run(sites, picked, lambda site: try_site(build, site, chosen.schedules))
 
 
 if __name__ == "__main__":

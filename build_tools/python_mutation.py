@@ -10,9 +10,7 @@ seconds for each call."""
 
 from __future__ import annotations
 
-import argparse
 import ast
-import concurrent.futures
 import os
 import pathlib
 import re
@@ -21,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
+
+from mutants import Outcome, Site, parser_for, pick, print_list, run, survived
 
 # Many times what the tests of a file take; a mutant that hangs is caught.
 TIMEOUT_S = 120
@@ -83,16 +83,6 @@ ON_GPUS = ("record", "wait_event", "wait_for", "begin", "deliver", "synchronize"
            "hold_pinned", "record_stream")
 
 
-class Site(NamedTuple):
-    file: str
-    line: int
-    kind: str
-    text: str
-    start: int
-    end: int
-    replacement: str
-
-
 def offsets(source: str) -> List[int]:
     """Where each line begins, in bytes as `ast` counts them."""
     starts = [0]
@@ -150,12 +140,12 @@ def run_tests(folder: pathlib.Path, tests: Tuple[str, ...]) -> Tuple[bool, str]:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir",
                str(folder), "-c", str(folder / "pyproject.toml"), *(str(folder / t) for t in tests)]
     try:
-        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True,
-                             timeout=TIMEOUT_S)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True,
+                              timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return False, "hangs"
-    lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return run.returncode == 0, (lines or run.stdout.splitlines() or [run.stderr])[0]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode == 0, (lines or done.stdout.splitlines() or [done.stderr])[0]
 
 
 def copied(folder: pathlib.Path) -> pathlib.Path:
@@ -166,21 +156,18 @@ def copied(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def try_site(site: Site) -> Tuple[Optional[str], float]:
+def try_site(site: Site) -> Outcome:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = copied(pathlib.Path(name))
         mutate(folder / "fastdp", site)
         passed, text = run_tests(folder, FILES[site.file][0])
-    return None if passed else text, time.monotonic() - start
+    seconds = time.monotonic() - start
+    return survived(seconds) if passed else Outcome(True, text, seconds)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--list", action="store_true", help="print the calls, and stop")
-    parser.add_argument("--file", help="only the calls of this file")
-    parser.add_argument("--only", type=int, nargs="+", help="only these numbers of the list")
-    chosen = parser.parse_args()
+    chosen = parser_for(__doc__.split("\n\n")[0]).parse_args()
     sites = [site for name in FILES for site in sites_of(ROOT / "fastdp" / name)]
     others = [site for name in GPU_ONLY if (ROOT / "fastdp" / name).exists()
               for site in sites_of(ROOT / "fastdp" / name)
@@ -188,15 +175,9 @@ def main() -> int:
     print(f"{len(sites)} calls in {len(FILES)} files wait, record, synchronise or keep alive; "
           f"{len(others)} more in {len({site.file for site in others})} files can only be shown on "
           "GPUs", flush=True)
-    picked = [number for number, site in enumerate(sites)
-              if (not chosen.only or number in chosen.only)
-              and (not chosen.file or site.file == chosen.file)]
+    picked = pick(sites, chosen)
     if chosen.list:
-        for number in picked:
-            site = sites[number]
-            print(f"{number}: {site.file}:{site.line}: {site.kind}: {site.text}")
-        for site in others:
-            print(f"on GPUs: {site.file}:{site.line}: {site.kind}: {site.text}")
+        print_list(sites, picked, others, "on GPUs")
         return 0
     with tempfile.TemporaryDirectory() as name:
         folder = copied(pathlib.Path(name))
@@ -205,17 +186,7 @@ def main() -> int:
         if not passed:
             print(f"the tests fail without any mutant: {text}")
             return 1
-    survivors = []
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda number: try_site(sites[number]), picked)
-        for number, (found, seconds) in zip(picked, results):
-            site = sites[number]
-            print(f"{number}: {site.file}:{site.line}: {site.text[:80]}: "
-                  f"{'SURVIVES' if found is None else found[:160]} ({seconds:.1f} s)", flush=True)
-            if found is None:
-                survivors.append(number)
-    print(f"{len(picked)} mutants, {len(picked) - len(survivors)} caught, survivors: {survivors}")
-    return min(len(survivors), 100)
+    return run(sites, picked, try_site)
 
 
 if __name__ == "__main__":
