@@ -87,12 +87,19 @@ class Contest:
 
     def warm_up(self) -> None:
         """Of all rivals, so that nothing runs beside the turns that count."""
-        for is_apart in (False, True):
-            for name, entry in self._entries.items():
-                if entry.is_apart == is_apart:
-                    self._try(name, self._warm)
+        for name, entry in self._entries.items():
+            if not entry.is_apart:
+                self._try(name, self._warm)
+        self.warm_up_apart()
         for name in self._entries:
             self._try(name, self._plan)
+
+    def warm_up_apart(self) -> None:
+        """Waits for the rivals in processes of their own: also of a contest whose turns come later,
+        lest they compile beside those of another."""
+        for name, entry in self._entries.items():
+            if entry.is_apart and name not in self._memories:
+                self._try(name, self._warm)
 
     def take_turns(self) -> None:
         for k in range(self._bounds.rounds):

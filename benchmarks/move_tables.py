@@ -17,8 +17,13 @@ NAMES = {
 
 
 def latest(files: Sequence[Dict[str, Any]], *keys: str) -> List[Dict[str, Any]]:
-    """Files are in the order of their dates."""
-    return list({str([found.get(key) for key in keys]): found for found in files}.values())
+    """Files are in the order of their dates. What one transport moved does not stand for another's
+    moves."""
+
+    def kind(found: Dict[str, Any]) -> str:
+        return str([found["machine"].get("transport"), *(found.get(key) for key in keys)])
+
+    return list({kind(found): found for found in files}.values())
 
 
 def size_text(size_bytes: int) -> str:

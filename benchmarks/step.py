@@ -7,6 +7,7 @@ DistributedDataParallel, in turn in one run.
     python benchmarks/step.py --devices 0,1 --models resnet50-fp16,resnet50-fp32
     python benchmarks/step.py --devices 0,1 --ddp eager,reduce-overhead
     python benchmarks/step.py --devices 0,1 --transports peer,nccl,host --engines eager
+    python benchmarks/step.py --devices 0,1,2,3,4,5,6,7 --scaling weak --models resnet50,gpt2
     python benchmarks/step.py --devices cpu,cpu --models tiny    to try the script itself
 
 A step is forward, loss (the mean of the output), backward, and a fused optimizer on the reduced
@@ -18,10 +19,17 @@ is communication not hidden. DDP runs in processes that this script starts, one 
 their turns too; they start and compile while the rivals of the first model warm up, and no turn
 counts before all of them are ready.
 
+--scaling weak runs each model on the first 1, 2, 4, 8 of --devices (--counts names others), every
+GPU with the batch of one; with --scaling strong they share it, and the batch in --models is that of
+all. Each number of GPUs is a contest of its own, with fastdp on one GPU in turn (as --alone), and
+DDP starts with its contest (--ahead 1). What share of one GPU's rate each rival reaches, and by
+what it is told: benchmarks/scaling.py.
+
 How long it takes, reckoned for two H200: 15 s to start; each model 5 to 10 s to warm up, and 2 s
 of turns (--seconds) for each rival, 3 s where a step takes 0.2 s. Compiled DDP adds 60 to 90 s,
 once for all models that start together (--ahead), and --ddp-wait gives up on it. Four models:
-beside eager DDP 2 minutes, with compiled DDP 3 to 4; with --devices 0,0 --part backward 70 s.
+beside eager DDP 2 minutes, with compiled DDP 3 to 4; with --devices 0,0 --part backward 70 s. With
+--scaling each model takes some 40 s for each number of GPUs, and as long again for DDP to compile.
 --limit SECONDS ends the run in time: what was taken until then is shown and kept, as after Ctrl-C
 and after SIGTERM. --json is written after each model; benchmarks/tables.py and benchmarks/plot.py
 make tables and a picture of such files. A rival that fails, that leaves the GPUs unusable, or that
@@ -53,6 +61,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+import scaling  # noqa: E402
 import step_bars  # noqa: E402
 from contest import ONE, OURS, SILENT, Bounds, Contest, Entry, say, show, spent_s  # noqa: E402
 from measure import keep, machine_of  # noqa: E402
@@ -61,7 +70,6 @@ from rescue import Rescue, end_children  # noqa: E402
 from rivals import (  # noqa: E402
     ANSWER_S,
     COMPILED,
-    Devices,
     Distributed,
     Local,
     distinct,
@@ -69,47 +77,52 @@ from rivals import (  # noqa: E402
     torch_wrap,
     wire_ms,
 )
+from scaling import Case  # noqa: E402
 
 # Steps before the first turn of a rival that neither records nor compiles.
 EAGER_WARMUP = 3
 
 
-def entries_of(
-    name: str, per_gpu: int, args: argparse.Namespace, ports_used: int = 0
-) -> Dict[str, Entry]:
+def entries_of(case: Case, args: argparse.Namespace, ports_used: int = 0) -> Dict[str, Entry]:
     """The rivals by name, in the order of their turns."""
-    model, devices, n = MODELS[name], args.devices, args.gpus
+    model, devices, n = MODELS[case.name], case.devices, case.gpus
     few = min(args.warmup, EAGER_WARMUP)
+    # On one GPU there is nothing to transport.
+    transports = args.transports[:1] if case.scaling and n == 1 else args.transports
 
     def local(wrap: Any, gpus: int, warmup: int, silent: bool = False, **facts: Any) -> Entry:
         def make() -> Local:
-            return Local(model, devices, per_gpu, args.part, wrap, gpus, silent)
+            return Local(model, devices, case.per_gpu, args.part, wrap, gpus, silent)
 
         return Entry(make, gpus, warmup, facts)
 
     entries = {
-        ONE: local(lambda module: module, 1, few, kind=ONE),
+        ONE: local(lambda module: module, case.lone_batches(), few, kind=ONE),
         "torch DP": local(torch_wrap(devices), n, few, kind="torch DP"),
     }
     for engine in args.engines:
         warmup = few if engine == "eager" else args.warmup
-        for transport in args.transports:
+        for transport in transports:
             title = f"{OURS} {engine}" + ("" if transport == "auto" else f" {transport}")
             wrap = fastdp_wrap(devices, transport, engine)
             facts = {"kind": f"{OURS} {engine}", "asked_transport": transport}
             entries[title] = local(wrap, n, warmup, **facts)
-            if args.alone and transport == args.transports[0]:
+            if transport != transports[0] or len(devices) == 1:
+                continue
+            if args.alone:
                 alone = fastdp_wrap(devices[:1], transport, engine)
                 more = {**facts, "kind": facts["kind"] + step_bars.ALONE}
-                entries[title + step_bars.ALONE] = local(alone, 1, warmup, **more)
-            if args.silent and transport == args.transports[0]:
+                entries[title + step_bars.ALONE] = local(
+                    alone, case.lone_batches(), warmup, **more
+                )
+            if args.silent:
                 facts["kind"] += SILENT
                 entries[title + SILENT] = local(wrap, n, warmup, silent=True, **facts)
-    if args.part == "step" and len(devices) == n > 1:
+    if args.part == "step" and len(devices) == n and (n > 1 or case.scaling):
         for i, mode in enumerate(args.ddp):
             is_eager = mode == "eager"
             entries["DDP" if is_eager else f"DDP compiled {mode}"] = Entry(
-                ddp_of(name, per_gpu, mode, args.port + ports_used + i, devices),
+                ddp_of(case, mode, args.port + ports_used + i),
                 n,
                 few if is_eager else args.warmup,
                 {"kind": "DDP" if is_eager else "DDP compiled", "mode": mode},
@@ -118,10 +131,8 @@ def entries_of(
     return {k: v for k, v in entries.items() if not args.only or k in args.only}
 
 
-def ddp_of(
-    name: str, per_gpu: int, mode: str, port: int, devices: Devices
-) -> Callable[[], Distributed]:
-    return lambda: Distributed(name, devices, per_gpu, mode, port)
+def ddp_of(case: Case, mode: str, port: int) -> Callable[[], Distributed]:
+    return lambda: Distributed(case.name, case.devices, case.per_gpu, mode, port)
 
 
 def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
@@ -135,6 +146,8 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--engines", default="", help="of eager,auto,graph,compiled")
     parser.add_argument("--ddp", default="eager", help="eager,default,reduce-overhead or none")
     parser.add_argument("--only", default="", help="rivals by name, separated by ;")
+    parser.add_argument("--scaling", choices=scaling.KINDS, help="on the first 1, 2, 4, ... GPUs")
+    parser.add_argument("--counts", default="", help="of GPUs, for --scaling, such as 1,8")
     parser.add_argument("--silent", action="store_true", help="also without communication")
     parser.add_argument("--alone", action="store_true", help="fastdp also on one GPU by itself")
     parser.add_argument("--seconds", type=float, default=2.0, help="of turns for each rival")
@@ -143,11 +156,13 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=7, help="steps where graphs are recorded")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the whole run")
     parser.add_argument("--ddp-wait", type=float, default=ANSWER_S, help="seconds, to compile")
-    parser.add_argument("--ahead", type=int, default=64, help="models whose DDP starts together")
+    parser.add_argument("--ahead", type=int, help="contests whose DDP starts together")
     parser.add_argument("--port", type=int, default=29511)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--resume", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    if args.ahead is None:
+        args.ahead = 1 if args.scaling else 64
     for option in ("steps", "rounds", "warmup", "ahead", "limit"):
         if getattr(args, option) < 1:
             parser.error(f"--{option} is {getattr(args, option)}: it must be at least 1")
@@ -160,6 +175,8 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     # Replicas on the host stand for GPUs of their own.
     args.gpus = len(args.devices) if on_host else len(distinct(args.devices))
     args.models = [chosen_model(entry, parser) for entry in args.models.split(",")]
+    args.cases = cases_of(args, parser)
+    args.alone = args.alone or bool(args.scaling)
     args.transports = args.transports.split(",")
     args.engines = args.engines.split(",") if args.engines else _engines(on_host)
     for engine in args.engines:
@@ -168,6 +185,23 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     args.ddp = [] if args.ddp == "none" else args.ddp.split(",")
     args.only = [title for title in args.only.split(";") if title]
     return args
+
+
+def cases_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> List[Case]:
+    if not args.scaling:
+        if args.counts:
+            parser.error("--counts is for --scaling")
+        return [Case(*model, args.devices, args.gpus) for model in args.models]
+    if args.gpus < len(args.devices):
+        parser.error("--devices: a GPU is named twice, and --scaling counts GPUs")
+    try:
+        counts = scaling.counts_of(args.counts, len(args.devices))
+    except ValueError as error:
+        parser.error(f"--counts: {error}")
+    try:
+        return scaling.cases_of(args.models, args.devices, counts, args.scaling)
+    except ValueError as error:
+        parser.error(f"--models: {error}")
 
 
 def device_of(name: str, parser: argparse.ArgumentParser) -> torch.device:
@@ -196,33 +230,42 @@ def chosen_model(
 def settle(args: argparse.Namespace) -> None:
     """What fastdp measures once for some GPUs and a process, such as the rate of their links, is
     measured now, while nothing else runs."""
-    for transport in args.transports:
-        wrap = fastdp_wrap(args.devices, transport, "eager")
-        try:
-            Local(MODELS["tiny"], args.devices, 4, args.part, wrap, args.gpus).warm_up(1)
-        except Exception as error:  # its rivals will say so
-            say(f"transport {transport}: {error}")
+    for devices in dict.fromkeys(tuple(case.devices) for case in args.cases):
+        for transport in args.transports if len(devices) > 1 else ():
+            wrap = fastdp_wrap(devices, transport, "eager")
+            gpus = min(args.gpus, len(devices))
+            try:
+                Local(MODELS["tiny"], devices, 4, args.part, wrap, gpus).warm_up(1)
+            except Exception as error:  # its rivals will say so
+                say(f"transport {transport}: {error}")
 
 
-def hold(contest: Contest, name: str, per_gpu: int, args: argparse.Namespace) -> Dict[str, Any]:
-    """One model's contest; what it came to even if it is interrupted."""
-    shown = [d.index if d.type == "cuda" else "cpu" for d in args.devices]
+def hold(
+    contest: Contest, case: Case, args: argparse.Namespace, later: Sequence[Contest] = ()
+) -> Dict[str, Any]:
+    """One contest; what it came to even if it is interrupted. `later` ones have been sent off."""
+    facts = case.facts()
     began_s = spent_s()
+    kind = f", {case.scaling} scaling" if case.scaling else ""
     table: Dict[str, Any] = {
-        "title": f"{name}, {per_gpu} per GPU, devices {shown}, {args.part}",
-        **{"model": name, "per_gpu": per_gpu, "devices": shown, "part": args.part},
-        **{"began": time.strftime("%Y-%m-%d %H:%M:%S"), "wire": None, "is_whole": False},
+        "title": f"{case.name}, {case.per_gpu} per GPU, devices {facts['devices']}, {args.part}"
+        + kind,
+        **facts,
+        **{"part": args.part, "began": time.strftime("%Y-%m-%d %H:%M:%S")},
+        **{"wire": None, "is_whole": False},
     }
     try:
         contest.warm_up()
+        for other in later:
+            other.warm_up_apart()
         contest.take_turns()
         contest.end()
         table["is_whole"] = True
-        table["wire"] = wire_ms(MODELS[name], args.devices)
+        table["wire"] = wire_ms(MODELS[case.name], case.devices)
     except RuntimeError as error:
-        say(f"{name}: bare copies failed: {error}")
+        say(f"{case.title()}: bare copies failed: {error}")
     except KeyboardInterrupt:
-        say(f"{name}: interrupted")
+        say(f"{case.title()}: interrupted")
     table["rows"] = contest.rows()
     table["took_s"] = round(spent_s() - began_s, 1)
     return table
@@ -243,13 +286,13 @@ def begin_or_resume(given: Sequence[str], args: argparse.Namespace) -> Dict[str,
 
 
 def contest_of(
-    k: int, name: str, per_gpu: int, args: argparse.Namespace, found: Dict[str, Any], rescue: Rescue
+    k: int, case: Case, args: argparse.Namespace, found: Dict[str, Any], rescue: Rescue
 ) -> Contest:
-    title = f"{name}:{per_gpu}"
-    entries = entries_of(name, per_gpu, args, k * len(args.ddp))
+    title = case.title()
+    entries = entries_of(case, args, k * len(args.ddp))
     bounds = Bounds(args.rounds, args.steps, args.seconds, args.limit, args.ddp_wait)
     lost = {each["rival"]: each["reason"] for each in found["lost"] if each["contest"] == title}
-    return Contest(title, entries, bounds, args.gpus, rescue, lost)
+    return Contest(title, entries, bounds, case.gpus, rescue, lost)
 
 
 def interrupt(number: int, frame: Any) -> None:
@@ -271,18 +314,21 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         given = given[: given.index("--resume")]
     ends_at = time.monotonic() + args.limit - spent_s()
     rescue = Rescue(found, given, args.devices, path, ends_at)
-    models = args.models[len(found["tables"]) :]
-    contests = [contest_of(k, *model, args, found, rescue) for k, model in enumerate(models)]
-    for k, (name, per_gpu) in enumerate(models):
+    cases = args.cases[len(found["tables"]) :]
+    contests = [contest_of(k, case, args, found, rescue) for k, case in enumerate(cases)]
+    for k, (case, contest) in enumerate(zip(cases, contests)):
         if spent_s() > args.limit:
-            say(f"{name}: left out, {args.limit:g} s are over")
+            say(f"{case.title()}: left out, {args.limit:g} s are over")
             continue
+        together = contests[k : k + args.ahead] if k % args.ahead == 0 else [contest]
         if k % args.ahead == 0:
-            for contest in contests[k : k + args.ahead]:
-                contest.send_off()
-        table = hold(contests[k], name, per_gpu, args)
+            for each in together:
+                each.send_off()
+        table = hold(contest, case, args, together[1:])
+        scaling.add_shares(table, found["tables"])
         table["bars"] = step_bars.bars(table)
         show(table["title"], table["rows"], table["wire"])
+        scaling.show(table)
         step_bars.show(table["bars"])
         found["tables"].append(table)
         keep(args.json, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, NamedTuple, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 ALONE = ", one GPU"
 
@@ -36,6 +36,11 @@ APART = (
     Bar(GRAPH, GRAPH + ALONE, _each(*[1 / 1.03] * 4)),
     Bar(GRAPH, "DDP compiled reduce-overhead", {"mlp:64": 1.0, "resnet18:16": 1.0}),
 )
+# Weak scaling from one GPU to many: the least share of one GPU's rate, with recorded steps, and a
+# step no longer than that of those who do the same.
+WEAK, STRONG = "weak", "strong"
+SCALED_GPUS, SCALED = 8, {"resnet50:128": 0.989, "gpt2:8": 0.989}
+ALIKE = {GRAPH: (DDP,), "fastdp compiled": ("DDP compiled default", "DDP compiled reduce-overhead")}
 # Of a step that is bound by compute.
 NOT_HIDDEN, COMPUTE_BOUND = 0.02, ("resnet50:512", "gpt2:32")
 
@@ -46,7 +51,7 @@ def bars(table: Dict[str, Any]) -> List[Dict[str, Any]]:
     model = f"{table['model']}:{table['per_gpu']}"
     devices, part = table["devices"], table["part"]
     promised: Sequence[Bar] = ()
-    if len(devices) == 2 and "cpu" not in devices:
+    if len(devices) == 2 and "cpu" not in devices and table.get("scaling") != STRONG:
         gpus = len(set(devices))
         promised = {(1, "backward"): SHARED, (2, "step"): APART}.get((gpus, part), ())
     results = []
@@ -54,15 +59,33 @@ def bars(table: Dict[str, Any]) -> List[Dict[str, Any]]:
         least = bar.factors.get(model)
         if least is not None and bar.ours in rows and bar.rival in rows:
             measured = rows[bar.rival]["step_ms"] / rows[bar.ours]["step_ms"]
-            name = f"{bar.rival} over {bar.ours}"
-            holds = measured >= least
-            results.append({"bar": name, "measured": measured, "least": least, "holds": holds})
+            results.append(_judged(f"{bar.rival} over {bar.ours}", measured, least))
     for name, row in rows.items():
         if model in COMPUTE_BOUND and promised is APART and "not_hidden_share" in row:
             share = row["not_hidden_share"]
             head = {"bar": f"communication of {name} that is not hidden", "measured": share}
             results.append({**head, "most": NOT_HIDDEN, "holds": share <= NOT_HIDDEN})
+    if len(devices) == SCALED_GPUS == len(set(devices)) and table.get("scaling") == WEAK:
+        results += _scaled(rows, SCALED.get(model))
     return results
+
+
+def _scaled(rows: Dict[str, Any], least: Optional[float]) -> List[Dict[str, Any]]:
+    """Of many GPUs, each with the batch of one."""
+    results = []
+    for ours, rivals in ALIKE.items() if least is not None else ():
+        own = rows.get(ours, {})
+        if "efficiency" in own:
+            results.append(_judged(f"share of one GPU's rate, {ours}", own["efficiency"], least))
+        for rival in rivals:
+            if own and rival in rows:
+                measured = rows[rival]["step_ms"] / own["step_ms"]
+                results.append(_judged(f"{rival} over {ours}", measured, 1.0))
+    return results
+
+
+def _judged(name: str, measured: float, least: float) -> Dict[str, Any]:
+    return {"bar": name, "measured": measured, "least": least, "holds": measured >= least}
 
 
 def show(results: Sequence[Dict[str, Any]]) -> None:

@@ -43,15 +43,30 @@ class Line(NamedTuple):
         return [row["rival"] for row in self.table["rows"] if "step_ms" in row]
 
     def label(self) -> str:
-        name, batch = self.table["model"], self.table["per_gpu"]
+        name = self.table["model"]
+        # Of strong scaling: what all GPUs share.
+        batch = self.table.get("batch", self.table["per_gpu"])
         return f"{LABELS.get(name, name)} ({batch}{UNITS.get(name, '')})"
+
+    def place(self) -> Tuple[int, int]:
+        """Among the models of a table."""
+        models, name = list(LABELS), self.table["model"]
+        known = models.index(name) if name in models else len(models)
+        return known, self.table["per_gpu"]
+
+
+def all_lines(files: Sequence[Dict[str, Any]]) -> List[Line]:
+    """In the order in which they were taken."""
+    taken = [Line(run, table) for run, found in enumerate(files, 1) for table in found["tables"]]
+    return sorted(taken, key=lambda line: str(line.table["began"]))
 
 
 def lines_of(files: Sequence[Dict[str, Any]]) -> Dict[Tuple[Any, ...], List[Line]]:
-    """By devices and part of the step: lines in the order in which models were run first."""
+    """By devices and part of the step: lines in the order in which models were run first. Those of
+    scaling are for scaling_tables.py."""
     kept: Dict[Tuple[Any, ...], List[Line]] = {}
-    taken = [Line(run, table) for run, found in enumerate(files, 1) for table in found["tables"]]
-    for line in sorted(taken, key=lambda line: str(line.table["began"])):
+    taken = [line for line in all_lines(files) if "scaling" not in line.table]
+    for line in taken:
         table = line.table
         lines = kept.setdefault((tuple(table["devices"]), table["part"]), [])
         for old in lines:
@@ -61,16 +76,9 @@ def lines_of(files: Sequence[Dict[str, Any]]) -> Dict[Tuple[Any, ...], List[Line
                 break
         else:
             lines.append(line)
-    models = list(LABELS)
-
-    def place(line: Line) -> Tuple[int, int]:
-        name = line.table["model"]
-        known = models.index(name) if name in models else len(models)
-        return known, line.table["per_gpu"]
-
     # Those with most GPUs first, and whole steps before parts of them.
     order = sorted(kept, key=lambda key: (-len(set(key[0])), key[1] != "step", str(key)))
-    return {key: sorted(kept[key], key=place) for key in order}
+    return {key: sorted(kept[key], key=Line.place) for key in order}
 
 
 def columns_of(lines: Sequence[Line]) -> List[str]:
@@ -143,19 +151,21 @@ def ratios(lines: Sequence[Line], with_runs: bool) -> str:
 def remarks(lines: Sequence[Line]) -> List[str]:
     said = []
     for line in lines:
+        gpus = len(line.table["devices"])
+        label = line.label() + (f" on {gpus}" if "scaling" in line.table else "")
         for row in line.table["rows"]:
             if "not_hidden_ms" in row:
                 said.append(
-                    f"- {line.label()}, {title_of(row['rival'])}: communication that is not hidden "
+                    f"- {label}, {title_of(row['rival'])}: communication that is not hidden "
                     f"takes {row['not_hidden_ms']:.2f} ms, {100 * row['not_hidden_share']:.1f} % "
                     "of the step."
                 )
             if "failed" in row:
-                said.append(f"- {line.label()}, {title_of(row['rival'])} failed: {row['failed']}.")
+                said.append(f"- {label}, {title_of(row['rival'])} failed: {row['failed']}.")
         if not line.table["is_whole"]:
             turns = min((len(row["turns_ms"]) for row in line.table["rows"] if "step_ms" in row))
-            said.append(f"- {line.label()}: the run was cut off; medians of {turns} turns or more.")
-        said += [f"- {line.label()}: {text}" for text in kept(line.table.get("bars", []))]
+            said.append(f"- {label}: the run was cut off; medians of {turns} turns or more.")
+        said += [f"- {label}: {text}" for text in kept(line.table.get("bars", []))]
     return [paragraph(text, hanging="  ") for text in said]
 
 

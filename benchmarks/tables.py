@@ -20,15 +20,25 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import move_tables  # noqa: E402
+import scaling_tables  # noqa: E402
 import step_tables  # noqa: E402
 from markdown import runs  # noqa: E402
 
 ROOT = HERE.parent
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
-PICTURE = "![The times of these steps as bars](docs/steps.svg)"  # by benchmarks/plot.py
+# By benchmarks/plot.py.
+PICTURE = "![The times of these steps as bars](docs/steps.svg)"
+CLIMB = "![The share of one GPU's rate by the number of GPUs](docs/scaling.svg)"
+
+
+def render_steps(files: Sequence[Dict[str, Any]]) -> List[str]:
+    steps, climbs = step_tables.render(files), scaling_tables.render(files)
+    return [*([PICTURE] if steps else []), *steps, *([CLIMB] if climbs else []), *climbs]
+
+
 # Benchmark, as its JSON names it -> the parts of its tables from all of its runs.
 RENDERERS: Dict[str, Callable[[Sequence[Dict[str, Any]]], List[str]]] = {
-    "step": step_tables.render,
+    "step": render_steps,
     "comm": move_tables.render_comm,
     "input": move_tables.render_input,
     "grad_health": move_tables.render_grad_health,
@@ -60,8 +70,7 @@ def render(files: Sequence[Dict[str, Any]]) -> str:
     for benchmark, renderer in RENDERERS.items():
         own = [found for found in files if found["benchmark"] == benchmark]
         if own:
-            picture = [PICTURE] if benchmark == "step" else []
-            parts += [*picture, *renderer(own), *runs(own)]
+            parts += [*renderer(own), *runs(own)]
     return "\n\n".join(parts)
 
 

@@ -101,6 +101,27 @@ def test_processes_begin_first_and_are_waited_for_last():
     assert order[3:] == [(1.0, 2), (2.0, 2)] * 2  # the short turn that plans, and one that counts
 
 
+def test_no_turn_counts_before_all_processes_are_ready():
+    """Of a later contest, too: they would compile beside the turns of the first."""
+    order = []
+
+    class Noted(Known):
+        def call(self, what):
+            order.append((self.step_ms, what))
+
+    first = known_contest(rounds=1, steps=2, are_apart=("ddp",), ddp=Noted(1.0))
+    later = known_contest(rounds=1, steps=2, are_apart=("ddp",), ddp=Noted(2.0), own=Noted(3.0))
+    args = step.parse(["--devices", "cpu,cpu", "--models", "tiny,tiny:3"])
+    first.send_off()
+    later.send_off()
+    step.hold(first, args.cases[0], args, [later])
+    assert order == [(1.0, ("warm", 5)), (1.0, 2), (2.0, ("warm", 5)), (1.0, 2)]
+    del order[:]
+    step.hold(later, args.cases[1], args)
+    assert order[0] == (3.0, ("warm", 5))  # the other one is warm
+    assert (2.0, ("warm", 5)) not in order
+
+
 @pytest.mark.parametrize("call", [1, 2, 4], ids=["warm-up", "plan", "turn"])
 def test_a_rival_that_fails_leaves_the_others_in(call, capsys):
     bad, good = Known(1.0, {call: RuntimeError("first\nthe last line")}), Known(2.0)
@@ -121,7 +142,7 @@ def test_a_contest_that_is_interrupted_keeps_its_turns():
     one, other = Known(1.0, {5: KeyboardInterrupt()}), Known(2.0)
     game = known_contest(one=one, other=other)
     args = step.parse(["--devices", "cpu,cpu", "--models", "tiny"])
-    table = step.hold(game, "tiny", 4, args)
+    table = step.hold(game, args.cases[0], args)
     assert table["is_whole"] is False
     assert [(row["rival"], len(row["turns_ms"])) for row in table["rows"]] == [
         ("one", 2),
@@ -160,7 +181,7 @@ contest.Contest._turn = counted
 """
     done = run_patched(patch, tmp_path / "out.json", "--rounds", "9")
     assert done.returncode == 130, done.stderr
-    assert "tiny: interrupted" in done.stdout
+    assert "tiny:4: interrupted" in done.stdout
     (table,) = json.loads((tmp_path / "out.json").read_text())["tables"]
     assert table["is_whole"] is False
     assert [len(row["turns_ms"]) for row in table["rows"]] == [3, 2, 2]
@@ -379,6 +400,8 @@ def test_moves_and_feeds_as_tables():
         "results": [{"cost": "norm", "way": "torch", "median_us": 50.0, "times_fastdp": 2.0}],
     }
     older = {**comm, "rows": [], "machine": {**comm["machine"], "date": "2026-11-29"}}
+    other = {**older, "machine": {**older["machine"], "transport": "nccl"}}
+    assert "transport `nccl`" in tables.render([other, comm])  # peer's do not stand for these
     text = tables.render([older, comm, fed, health])
     assert rows_of(text) == [
         ["us on the GPUs", "way", "4 KB", "1 MB"],

@@ -285,20 +285,22 @@ def test_step_defaults_by_devices():
     one = script.parse(["--devices", "0,0", "--models", "resnet50:512,gpt2"])
     assert one.gpus == 1
     assert one.models == [("resnet50", 512), ("gpt2", 8)]
-    rivals = script.entries_of("mlp", 64, two)
+    rivals = script.entries_of(two.cases[0], two)
     assert [name for name in rivals if name != "fastdp compiled"] == [
         *("one GPU", "torch DP", "fastdp eager", "fastdp graph", "DDP")
     ]
     by = ["--transports", "peer,nccl", "--engines", "eager", "--silent", "--ddp", "none"]
-    assert list(script.entries_of("mlp", 64, script.parse(by)))[2:] == [
+    by = script.parse(by)
+    assert list(script.entries_of(by.cases[0], by))[2:] == [
         *("fastdp eager peer", "fastdp eager peer, silent", "fastdp eager nccl"),
     ]
     assert rivals["one GPU"].batches == 1 and rivals["torch DP"].batches == 2
     alone = script.parse(["--alone", "--engines", "graph", "--ddp", "none"])
-    own = script.entries_of("mlp", 64, alone)["fastdp graph, one GPU"]
+    own = script.entries_of(alone.cases[0], alone)["fastdp graph, one GPU"]
     assert own.batches == 1 and own.warmup == alone.warmup
-    backward = script.entries_of("mlp", 64, script.parse(["--part", "backward"]))
-    assert "DDP" not in backward
+    backward = script.parse(["--part", "backward"])
+    assert "DDP" not in script.entries_of(backward.cases[0], backward)
+    assert two.ahead == 64 and not two.alone
 
 
 def test_input_races_ways_to_feed_a_step(tmp_path):
@@ -382,9 +384,20 @@ def test_comm_bars():
         row("reduce_add", 16 << 20, "torch.cuda.nccl", 10.0),
         row("scatter", 64 << 20, "fastdp", 20.0, 0.1),
     ]
-    assert [(bar["measured"], bar["least"], bar["holds"]) for bar in comm.bars(rows)] == [
+    assert [(bar["measured"], bar["least"], bar["holds"]) for bar in comm.bars(rows, 2)] == [
         (0.84, 0.85, False),
         (1.5, 1.0, True),
+    ]
+    assert comm.bars(rows, 8) == []  # no sum of 64 MB
+    rows += [
+        row("reduce_add", 64 << 20, "fastdp", 300.0),
+        row("reduce_add", 64 << 20, "torch.cuda.nccl", 270.0),
+    ]
+    assert comm.bars(rows, 8) == [
+        {
+            "bar": "reduce_add of 64 MB: NCCL's time over fastdp's",
+            **{"measured": 0.9, "least": 1.0, "holds": False},
+        }
     ]
 
 
