@@ -58,8 +58,8 @@
 #endif
 
 /* Up to this size two GPUs move data by a kernel that reads the other's memory: a copy engine needs
- * 14 us to start (two H200), a kernel 4. Above it the kernel would keep multiprocessors busy for
- * long. */
+ * 14 us to start (two H200), a kernel 4, and its launch costs the host less. Above it the kernel
+ * would keep multiprocessors busy for long. */
 #ifndef FDP_PEER_DIRECT_BYTES
 #define FDP_PEER_DIRECT_BYTES (INT64_C(16) << 20)
 #endif

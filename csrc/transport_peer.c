@@ -50,7 +50,7 @@ static fdp_status pull(const fdp_transfer *transfer) {
   for (int32_t i = 0; i < transfer->copy_count; ++i) {
     size_bytes += transfer->copies[i].ndim == 0 ? transfer->copies[i].item_bytes : 0;
   }
-  if (transfer->source.device == target->device || size_bytes > FDP_PEER_DIRECT_BYTES) {
+  if (size_bytes > FDP_PEER_DIRECT_BYTES) {
     return fdp_endpoint_copy(target, transfer->copies, transfer->copy_count);
   }
   if (transfer->copy_count == 0) return FDP_OK;

@@ -10,6 +10,7 @@ from torch import nn
 from .cuts import find_tensors
 from .devices import parse_device
 from .readiness import NOT_READY, NotReady, only_ready
+from .streams import current_stream
 from .workers import Teams, run_jobs
 
 __all__ = ["parallel_apply"]
@@ -106,7 +107,7 @@ class _Call:
         self.inputs = inputs
         self.kwargs = kwargs
         on_gpu = device.type == "cuda"
-        self.stream = torch.cuda.current_stream(device) if on_gpu else None
+        self.stream = current_stream(device) if on_gpu else None
         self.only_ready = False  # where it would have to be compiled first, it is not run
 
     def is_compiled(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from . import _C
 from .buckets import Bucket
+from .streams import current_stream
 from .tapes import Column, Tape
 
 
@@ -58,7 +59,7 @@ class Sums:
     def into(self, flat: torch.Tensor, way: Backward) -> List[Optional[torch.Tensor]]:
         """On the streams that are current: behind the recorded events, the sum in rank order."""
         for device, event in self._ready:
-            torch.cuda.current_stream(device).wait_event(event)
+            current_stream(device).wait_event(event)
         size = self._packed[0].numel()
         _C.reduce(self._packed, flat if flat.numel() == size else flat[:size])
         slots: List[Optional[torch.Tensor]] = list(self.bucket.slots(flat))

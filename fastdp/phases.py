@@ -1,9 +1,9 @@
 """Names for the phases of a step, seen by torch.profiler (record_function), and as NVTX ranges
 where `torch.autograd.profiler.emit_nvtx` is on. Nothing is made while no profiler listens.
 
-Names: "fastdp: scatter", "fastdp: replicate", "fastdp: parallel_apply", "fastdp: gather",
-"fastdp: replica 0", "fastdp: broadcast of bucket 0", "fastdp: reduce of bucket 0",
-"fastdp: replay of forwards", "fastdp: replay of backwards". A range on the host lasts until its
+Names: "DataParallel.forward", "fastdp: scatter", "fastdp: replicate", "fastdp: parallel_apply",
+"fastdp: gather", "fastdp: replica 0", "fastdp: broadcast of bucket 0", "fastdp: reduce of bucket
+0", "fastdp: replay of forwards", "fastdp: replay of backwards". A range on the host lasts until its
 call returns: what it enqueued on a GPU is another row of the trace.
 """
 
@@ -22,6 +22,11 @@ _NOTHING: ContextManager[Any] = nullcontext()
 def phase(name: str) -> ContextManager[Any]:
     """Around a phase."""
     return record_function(f"fastdp: {name}") if profiler_listens() else _NOTHING
+
+
+def forward_phase() -> ContextManager[Any]:
+    """Around a whole forward, under torch's own name for it."""
+    return record_function("DataParallel.forward") if profiler_listens() else _NOTHING
 
 
 def replica_phase(rank: int) -> ContextManager[Any]:

@@ -32,7 +32,7 @@ from .plans import Source
 from .readiness import as_compiled
 from .replica_sets import ReplicaSet
 from .signatures import NotRecordable
-from .streams import Snapshot, hold_pinned, wait_for
+from .streams import Snapshot, current_stream, hold_pinned, wait_for
 from .tapes import Column, Tape
 
 Tensors = Tuple[torch.Tensor, ...]
@@ -283,7 +283,7 @@ class Recording:
         communication.open()
         communication.begin()
         with communication.current():
-            streams = [(torch.cuda.current_stream(d), e) for d, e in self._arrivals.items() if e]
+            streams = [(current_stream(d), e) for d, e in self._arrivals.items() if e]
             for k, bucket in enumerate(self._plan.buckets):
                 if self._flats[k]:
                     sources = tuple([tensors[place] for place in bucket.places])

@@ -25,6 +25,7 @@ from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence
 
 import torch
 
+from . import _torch_compat
 from .deadlines import own_deadline
 
 _NOTHING: ContextManager[Any] = contextlib.nullcontext()
@@ -38,6 +39,23 @@ def distinct(devices: Sequence[torch.device]) -> List[torch.device]:
     return [device for device in dict.fromkeys(devices) if device.type == "cuda"]
 
 
+# Streams that were current, by device and handle.
+_known: Dict[Tuple[torch.device, int], torch.cuda.Stream] = {}
+_MAX_KNOWN = 1024
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """`torch.cuda.current_stream(device)`, which makes a new object each time: that costs more than
+    a launch."""
+    key = device, _torch_compat.raw_stream(device.index)
+    stream = _known.get(key)
+    if stream is None:
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        stream = _known[key] = torch.cuda.current_stream(device)
+    return stream
+
+
 class current:
     """Makes each of the streams the current one of its device; the current device stays what it
     is. To be entered once."""
@@ -49,7 +67,7 @@ class current:
 
     def __enter__(self) -> None:
         self._device = torch.cuda.current_device()
-        self._before = [torch.cuda.current_stream(stream.device) for stream in self._streams]
+        self._before = [current_stream(stream.device) for stream in self._streams]
         try:
             self._set(self._streams)
         except BaseException:  # an interrupt: __exit__ will not be called
@@ -115,7 +133,7 @@ class Snapshot:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.deadline = own_deadline()
-        self.streams = [torch.cuda.current_stream(device) for device in distinct(devices)]
+        self.streams = [current_stream(device) for device in distinct(devices)]
 
     def in_backward(self, home: torch.device) -> ContextManager[Any]:
         """Around the move of a node's backward. `home` is the node's device, on which its stream is
@@ -123,7 +141,7 @@ class Snapshot:
         stream, and for what this engine thread has there."""
         if self.deadline is None:
             return self._ordered(home)
-        node = [torch.cuda.current_stream(home)] if home.type == "cuda" else []
+        node = [current_stream(home)] if home.type == "cuda" else []
         streams = node + [stream for stream in self.streams if stream.device != home]
         return self.deadline.around(self._ordered(home), streams, "a node of a backward")
 
@@ -131,10 +149,10 @@ class Snapshot:
         others = [stream for stream in self.streams if stream.device != home]
         if not others:
             return _NOTHING
-        node = torch.cuda.current_stream(home) if home.type == "cuda" else None
+        node = current_stream(home) if home.type == "cuda" else None
         elsewhere = []
         for stream in others:
-            here = torch.cuda.current_stream(stream.device)
+            here = current_stream(stream.device)
             if here != stream:
                 wait_for(stream, here)
                 elsewhere.append(stream)
@@ -185,7 +203,7 @@ class Communication:
             used = list(self._used.values())
         for stream in used:
             wait_for(self._streams[self.devices.index(stream.device)], stream)
-        self._release(0)
+        self.release()
         return compute
 
     def current(self) -> ContextManager[Any]:
@@ -211,7 +229,7 @@ class Communication:
         which may be written afterwards."""
         if self.apart:
             for stream in self._streams:
-                wait_for(torch.cuda.current_stream(stream.device), stream)
+                wait_for(current_stream(stream.device), stream)
 
     def in_backward(
         self, snapshot: Optional[Snapshot], gradients: Any, spreads: bool = False
@@ -227,7 +245,7 @@ class Communication:
             return snapshot.in_backward(self.home)
         if snapshot.deadline is None:
             return self._beside(snapshot, gradients, spreads)
-        node = torch.cuda.current_stream(self.home)
+        node = current_stream(self.home)
         streams = [node, *(s for s in self._streams if s.device != self.home)]
         return snapshot.deadline.around(
             self._beside(snapshot, gradients, spreads), streams, "a bucket in a backward"
@@ -235,12 +253,12 @@ class Communication:
 
     @contextlib.contextmanager
     def _beside(self, snapshot: Snapshot, gradients: Any, spreads: bool) -> Iterator[None]:
-        node = torch.cuda.current_stream(self.home)
+        node = current_stream(self.home)
         streams = [node if s.device == self.home else s for s in self._streams]
         for stream, compute in zip(streams, snapshot.streams):
             wait_for(stream, compute)
             if stream is not node:
-                wait_for(stream, torch.cuda.current_stream(stream.device))
+                wait_for(stream, current_stream(stream.device))
                 wait_for(stream, node)
         with _Lent(streams) if spreads else current(streams):
             yield
@@ -262,9 +280,10 @@ class Communication:
             held = [gradient.detach() for gradient in gradients if gradient is not None]
         with self._lock:
             self._retiring.append((reads, held))
-        self._release(_MAX_RETIRING)
+        self.release(_MAX_RETIRING)
 
-    def _release(self, keep: int) -> None:
+    def release(self, keep: int = 0) -> None:
+        """Gradients that were read go back, but those of the last `keep` buckets."""
         with self._lock:
             count = len(self._retiring) - keep
             over, self._retiring = self._retiring[: max(count, 0)], self._retiring[max(count, 0) :]
@@ -287,7 +306,7 @@ def hold_pinned(tensor: torch.Tensor, devices: Sequence[torch.device]) -> None:
     events = []
     for device in targets:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
+        event.record(current_stream(device))
         events.append(event)
     with _held_lock:
         _held = [(e, t) for e, t in _held if not all(event.query() for event in e)]

@@ -22,7 +22,7 @@ from .engine_choice import NOTHING, cuts_alike, find_obstacle, warm_up
 from .grad_health import GradHealth
 from .losses import anchored, weigh
 from .marks import unmarked
-from .phases import phase
+from .phases import forward_phase, phase
 from .placement import check_one_device, choose_devices, public_device, tensors_of
 from .plans import check_home
 from .replicas import replicate
@@ -211,7 +211,7 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
     def _fastdp_step(
         self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]
     ) -> Any:
-        with torch.autograd.profiler.record_function("DataParallel.forward"):
+        with forward_phase():
             if not self.device_ids or self.__dict__.get("_is_replica"):
                 # As a part of a replica of something else, this wrapper's work is done already.
                 return self._fastdp_direct(method, unmarked(inputs), unmarked(kwargs))

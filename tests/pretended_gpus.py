@@ -5,7 +5,7 @@ resumed."""
 
 import torch
 
-from fastdp import awaited, plans, replica_sets, replicas, runtime, streams
+from fastdp import awaited, backwards, plans, recordings, replica_sets, replicas, runtime, streams
 
 GPUS = [torch.device("cuda", index) for index in range(2)]
 
@@ -78,6 +78,8 @@ class Gpus:
             "set_device": lambda device: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        for module in (streams, recordings, backwards):
+            monkeypatch.setattr(module, "current_stream", current_stream)
         monkeypatch.setattr(streams, "_events", {})
         monkeypatch.setattr(streams, "open_peers", lambda devices: None)
         for module in (streams, runtime):

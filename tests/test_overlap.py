@@ -75,6 +75,57 @@ def test_an_unknown_word_is_refused(rates, monkeypatch):
     assert not overlap.is_worth_hiding(tensors(2), GPUS, None)
 
 
+def test_the_fastest_probe_counts(monkeypatch):
+    """The host may be late with any of them."""
+    clock = [0.0]
+    taken_ms = iter([9.0, 3.0, 2.0, 4.0, 5.0, 6.0, 7.0])
+
+    class Bucket:
+        def __init__(self, tensors, offsets, transport):
+            pass
+
+        def broadcast(self, sources, flats):
+            clock[0] += next(taken_ms)
+
+    class Event:
+        def __init__(self, at_ms):
+            self.at_ms = at_ms
+
+        def query(self):
+            return True
+
+        def elapsed_time(self, other):
+            return other.at_ms - self.at_ms
+
+    monkeypatch.setattr(overlap, "open_peers", lambda devices: None)
+    monkeypatch.setattr(overlap._C, "Bucket", Bucket)
+    monkeypatch.setattr(
+        overlap, "_timing_events", lambda devices: [Event(clock[0]) for _ in devices]
+    )
+    rate = overlap.measured_bytes_per_s((HOST, HOST), None)
+    assert rate == pytest.approx(overlap._PROBE_BYTES / 2e-3)
+
+
+def test_the_current_stream_is_looked_up_anew_and_made_once(monkeypatch):
+    handles = {0: 0, 1: 0}
+    made = []
+
+    def make(device):
+        made.append((device, handles[device.index]))
+        return object()
+
+    monkeypatch.setattr(streams._torch_compat, "raw_stream", handles.__getitem__)
+    monkeypatch.setattr(torch.cuda, "current_stream", make)
+    monkeypatch.setattr(streams, "_known", {})
+    first, other = streams.current_stream(GPUS[0]), streams.current_stream(GPUS[1])
+    handles[0] = 7
+    assert streams.current_stream(GPUS[0]) not in (first, other)
+    handles[0] = 0
+    assert streams.current_stream(GPUS[0]) is first
+    assert streams.current_stream(GPUS[1]) is other
+    assert made == [(GPUS[0], 0), (GPUS[1], 0), (GPUS[0], 7)]
+
+
 def test_the_table_of_the_core_knows_it():
     (row,) = (row for row in _C.env_table() if row[0] == "FASTDP_OVERLAP")
     assert row[1:3] == ("auto|always|never", "auto")
@@ -144,10 +195,10 @@ class PretendedCuda:
         def set_device(device):
             self.device = device
 
+        monkeypatch.setattr(streams, "current_stream", self.current.__getitem__)
         for name, value in {
             "Event": Event,
             "Stream": make_stream,
-            "current_stream": self.current.__getitem__,
             "set_stream": set_stream,
             "current_device": lambda: self.device,
             "set_device": set_device,
