@@ -90,6 +90,13 @@ def _gpt2(device: torch.device) -> nn.Module:
         return _LossInside().to(device)
 
 
+def _gpt(device: torch.device) -> nn.Module:
+    from gpt import Gpt
+
+    with device:
+        return Gpt()
+
+
 def _tokens(count: int, device: torch.device) -> Any:
     return torch.randint(0, 50257, (count, 512), device=device)
 
@@ -108,6 +115,7 @@ MODELS = {
     "resnet50-fp16": _resnet50_in(torch.float16, scales=True),
     "resnet50-fp32": _resnet50_in(None),
     "gpt2": Model(_gpt2, _tokens, 8, torch.bfloat16, _adamw),
+    "gpt-causal": Model(_gpt, _tokens, 8, torch.bfloat16, _adamw),
     "tiny": Model(_layers(3, 8), _rows(8), 4, None, _sgd),
     "tiny-fp16": Model(_layers(3, 8), _rows(8), 4, torch.float16, _sgd, scales=True),
 }
