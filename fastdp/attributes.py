@@ -20,9 +20,10 @@ _ABSENT = object()
 class Option:
     """The attribute of one option, `name`.
 
-    What a subclass's instance is given is there as it was given, whatever it is. It is the option
-    too if it fits: if `check(value, wrapper)` raises nothing. The class itself has no other use for
-    the name: there every value is the option, and a bad one is an error at the next forward.
+    What a subclass's instance is given is there as it was given, whatever it is; so it is in one of
+    torch's own class while that is patched. It is the option too if it fits: if
+    `check(value, wrapper)` raises nothing. fastdp's class itself has no other use for the name:
+    there every value is the option, and a bad one is an error.
     """
 
     def __init__(self, name: str, check: Callable[[Any, Any], Any], standard: Any = None) -> None:
@@ -56,7 +57,7 @@ class Option:
             wrapper.__dict__[self._place] = self._check(value, wrapper)
         except (TypeError, ValueError):
             if ours:
-                wrapper.__dict__[self._place] = value
+                raise
 
     def __delete__(self, wrapper: Any) -> None:
         if wrapper.__dict__.pop(self._name, _ABSENT) is _ABSENT:
@@ -67,8 +68,9 @@ class Option:
         return self._check(self._standard, wrapper)
 
     def _is_ours(self, wrapper: Any) -> bool:
-        """Whether the wrapper is of the very class that the option is one of."""
-        return vars(type(wrapper)).get(self._name) is self
+        """Whether the wrapper is of fastdp's very class."""
+        cls = type(wrapper)
+        return cls is not nn.DataParallel and vars(cls).get(self._name) is self
 
 
 class Standard:

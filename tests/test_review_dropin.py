@@ -2,6 +2,7 @@
 one of fastdp's own names, or a step that did not go as torch's."""
 
 import copy
+import re
 
 import fastdp
 import pytest
@@ -80,6 +81,25 @@ def test_a_subclass_has_attributes_of_these_names(fast, engine):
         delattr(dp, name)
         getattr(dp, name)  # the option shows again
     assert dp.engine == (engine or "eager")
+
+
+@row("F2")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_value_that_an_option_cannot_have(name):
+    """fastdp's class says so where it is set; in torch's, patched, the name is the script's."""
+    bad, module, x = OPTIONS[name], Net(), ints(4, 3)
+    dp = fastdp.DataParallel(module, ["cpu", "cpu"])
+    before = getattr(dp, name)
+    with pytest.raises((TypeError, ValueError), match=re.escape(f"{name} is {bad!r}")):
+        setattr(dp, name, bad)
+    assert getattr(dp, name) == before
+    same(dp(x), Net()(x))
+    with fastdp.patch():
+        old = nn.DataParallel(module, ["cpu", "cpu"])
+        setattr(old, name, bad)
+        assert getattr(old, name) is bad
+        for each in (old, copy.deepcopy(old)):
+            same(each(x), Net()(x))
 
 
 @row("F2", "L3")
