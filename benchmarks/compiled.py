@@ -2,10 +2,11 @@
 are beside compiled rivals.
 
     python benchmarks/compiled.py --devices 0,1                       all three parts, four models
-    python benchmarks/compiled.py --devices 0,1 --part steps --models mlp,resnet18
+    python benchmarks/compiled.py --devices 0,1 --part steps --models mlp,resnet18 --together 2
     python benchmarks/compiled.py --devices 0,1 --part time --models gpt2
     python benchmarks/compiled.py --devices 0,1 --part losses --models mlp
-    python benchmarks/compiled.py --devices cpu,cpu --models tiny     to try the script itself
+    python benchmarks/compiled.py --devices cpu,cpu --models tiny --backend aot_eager
+                                                                      to try the script itself
 
 time: seconds that the first three steps take, in processes of their own with empty caches: one
 replica, and all, with the compiler's part of it as `dp.report()` has it.
@@ -16,8 +17,18 @@ steps: the bare module on one GPU, compiled by default and with reduce-overhead;
 compile=True and engine="auto" on the first GPU and on all, also with graphs that are not cut into
 pieces; and DDP, compiled in both ways. Steps and columns are those of benchmarks/step.py.
 
-How long it takes, reckoned for two H200: time, 2 to 4 minutes a model (half of it for ResNet-50 and
-GPT-2); losses 1 to 2 minutes a model; steps 2 to 3 minutes a model. --json is written after each.
+All rivals of a model are processes of their own (benchmarks/apart.py), which compile side by side;
+with --together N those of N models do. Turns begin when all are warm, and are taken one at a time.
+All must fit into the GPUs' memory: --together is for the small models.
+
+--limit is for the whole run, and shared out between what is still to come: a rival that is not warm
+in time is left out, and so are models when it is over. --json is written after each round of turns,
+each model and each part: a run that is killed leaves what it had.
+
+How long it takes, reckoned for two H200 with 32 cores, and not measured yet. steps: 20 s to start,
+then for each model the slowest rival's compilation and 16 s of turns: MLP 45 s, ResNet-18 60 s,
+GPT-2 100 s, ResNet-50 110 s; all four 320 s, the two small ones together 80 s. time: 2 to 4 minutes
+a model, half of it for ResNet-50 and GPT-2. losses: 1 to 2 minutes a model.
 """
 
 from __future__ import annotations
@@ -26,6 +37,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,117 +50,59 @@ from torch import nn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from contest import Bounds, Contest, Entry, say, show  # noqa: E402
+from apart import INDUCTOR, compiled_wrap  # noqa: E402
+from compiled_contest import Title, take_steps  # noqa: E402
+from contest import say, spent_s  # noqa: E402
 from measure import keep, machine_of  # noqa: E402
 from models import MODELS, STANDARD  # noqa: E402
-from rivals import ANSWER_S, Devices, Distributed, Local, distinct  # noqa: E402
+from rescue import end_children  # noqa: E402
+from rivals import Devices, distinct  # noqa: E402
 from step import chosen_model, device_of  # noqa: E402
 
 PARTS = ("time", "losses", "steps")
 TIMED_STEPS = 3
 LOSSES = 50
-# A recording comes after the watched steps, and the trial after it.
-WARM_UP = 30
+LEAST_S = 10.0  # that must be left to begin with anything
 
 
-def compiled_wrap(devices: Devices) -> Callable[[nn.Module], nn.Module]:
-    import fastdp
-
-    ids = [str(device) for device in devices]
-    engine = "eager" if devices[0].type == "cpu" else "auto"
-    return lambda module: fastdp.DataParallel(module, ids, engine=engine, compile=True)
-
-
-class Ours(Local):
-    def facts(self) -> Dict[str, Any]:
-        report = self._trainer.module.report()
-        return {**super().facts(), "compiled": report["compiled"]}
-
-
-class Whole(Ours):
-    """Compiled without cuts. The number of pieces is read while it compiles, in its warm-up."""
-
-    def warm_up(self, steps: int) -> Any:
-        from fastdp import compile_graphs
-
-        before, compile_graphs.MAX_PIECES = compile_graphs.MAX_PIECES, 1
-        try:
-            return super().warm_up(steps)
-        finally:
-            compile_graphs.MAX_PIECES = before
-
-
-def entries_of(name: str, per_gpu: int, args: argparse.Namespace) -> Dict[str, Entry]:
-    model, devices = MODELS[name], args.devices
-    n = len(devices) if devices[0].type == "cpu" else len(distinct(devices))
-
-    def local(wrap: Any, gpus: int, kind: str, cls: Any = Local) -> Entry:
-        return Entry(
-            lambda: cls(model, devices, per_gpu, "step", wrap, gpus), gpus, WARM_UP, {"kind": kind}
-        )
-
-    def plain(mode: Optional[str]) -> Callable[[nn.Module], nn.Module]:
-        return lambda module: torch.compile(module, mode=mode)
-
-    entries = {
-        "one GPU, compiled": local(plain(None), 1, "one GPU compiled"),
-        "one GPU, reduce-overhead": local(plain("reduce-overhead"), 1, "one GPU compiled"),
-        "fastdp compiled, one": local(compiled_wrap(devices[:1]), 1, "fastdp compiled", Ours),
-        "fastdp compiled": local(compiled_wrap(devices), n, "fastdp compiled", Ours),
-        "fastdp compiled, whole": local(compiled_wrap(devices), n, "fastdp compiled", Whole),
-    }
-    for k, mode in enumerate(("default", "reduce-overhead")):
-        if len(devices) == n > 1 and devices[0].type == "cuda":
-            port = args.port + k
-            args.port += 2
-            entries[f"DDP, {mode}"] = Entry(
-                lambda mode=mode, port=port: Distributed(name, devices, per_gpu, mode, port),
-                n, WARM_UP, {"kind": "DDP compiled"}, is_apart=True,
-            )  # fmt: skip
-    return {k: v for k, v in entries.items() if not args.only or k in args.only}
-
-
-def take_steps(name: str, per_gpu: int, args: argparse.Namespace) -> Dict[str, Any]:
-    bounds = Bounds(args.rounds, 40, args.seconds, args.limit, ANSWER_S)
-    entries = entries_of(name, per_gpu, args)
-    contest = Contest(f"{name}:{per_gpu}", entries, bounds, len(distinct(args.devices)))
-    contest.send_off()
-    contest.warm_up()
-    contest.take_turns()
-    contest.end()
-    rows = contest.rows()
-    show(f"{name}, {per_gpu} per GPU", rows, None)
-    return {"rows": rows}
-
-
-def take_time(name: str, per_gpu: int, args: argparse.Namespace) -> Dict[str, Any]:
+def take_time(model: Title, ends_at: float, args: argparse.Namespace, note: Any) -> None:
     """Each way in a process of its own, with caches of its own."""
+    name, per_gpu = model
     found: Dict[str, Any] = {}
     for count in dict.fromkeys((1, len(args.devices))):
         devices = ",".join(args.names[:count])
+        command = [sys.executable, __file__, "--devices", devices, "--part", "child"]
+        command += ["--models", f"{name}:{per_gpu}", "--backend", args.backend]
         with tempfile.TemporaryDirectory() as folder:
             env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
             env.pop("TRITON_CACHE_DIR", None)
-            command = [sys.executable, __file__, "--devices", devices, "--part", "child"]
-            command += ["--models", f"{name}:{per_gpu}"]
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+            left_s = max(ends_at - spent_s(), 1.0)
+            try:
+                done = subprocess.run(
+                    command, env=env, capture_output=True, text=True, timeout=left_s
+                )
+            except subprocess.TimeoutExpired:
+                say(f"{name}: {count} replicas: not done in {left_s:.0f} s")
+                continue
         if done.returncode:
             say(f"{name}: {count} replicas failed: {done.stderr[-2000:]}")
             continue
         found[str(count)] = json.loads(done.stdout.strip().splitlines()[-1])
         say(f"{name}: {count} replicas: {found[str(count)]}")
+        note(model, found)
     if len(found) > 1:
         one, every = found["1"], found[str(len(args.devices))]
         found["times"] = every["compile_s"] / one["compile_s"]
         say(f"{name}: {len(args.devices)} replicas take {found['times']:.2f} times one (bar 1.3)")
-    return found
+        note(model, found)
 
 
-def time_child(name: str, per_gpu: int, devices: Devices) -> Dict[str, Any]:
+def time_child(title: Title, devices: Devices, backend: str) -> Dict[str, Any]:
+    name, per_gpu = title
     model = MODELS[name]
     base = model.make(devices[0])
     batch = model.batch(per_gpu * len(devices), devices[0])
-    wrapped = compiled_wrap(devices)(base)
+    wrapped = compiled_wrap(devices, backend)(base)
     began, took = time.perf_counter(), []
     for _ in range(TIMED_STEPS):
         step_loss(model, wrapped, batch).backward()
@@ -188,24 +142,33 @@ def losses_of(name: str, per_gpu: int, devices: Devices, wrap: Any) -> List[floa
     return torch.stack(losses).tolist()
 
 
-def take_losses(name: str, per_gpu: int, args: argparse.Namespace) -> Dict[str, Any]:
+def take_losses(model: Title, ends_at: float, args: argparse.Namespace, note: Any) -> None:
     import fastdp
 
+    name, per_gpu = model
     devices, ids = args.devices, [str(device) for device in args.devices]
     first = devices[:1]
-    plain = losses_of(name, per_gpu, first, lambda module: module)
-    compiled = losses_of(name, per_gpu, first, torch.compile)
-    ours = losses_of(name, per_gpu, devices, lambda m: fastdp.DataParallel(m, ids))
-    both = losses_of(name, per_gpu, devices, compiled_wrap(devices))
-    bound, found = apart(plain, compiled), apart(ours, both)
+    losses: List[List[float]] = []
+    for own, wrap in (
+        (first, lambda module: module),
+        (first, lambda module: torch.compile(module, backend=args.backend)),
+        (devices, lambda module: fastdp.DataParallel(module, ids)),
+        (devices, compiled_wrap(devices, args.backend)),
+    ):
+        if spent_s() > ends_at:
+            say(f"{name}: losses of {len(losses)} of 4 ways, then the time was over")
+            return
+        losses.append(losses_of(name, per_gpu, own, wrap))
+        note(model, {"losses": losses})
+    plain, compiled, ours, both = losses
+    bound, found = far(plain, compiled), far(ours, both)
     holds = found <= 2 * bound or found < 1e-7
     word = "holds" if holds else "FAILS"
     say(f"{word}: {name}: fastdp compiled is {found:.3g} from fastdp; plain {bound:.3g} from plain")
-    losses = [plain, compiled, ours, both]
-    return {"plain": bound, "fastdp": found, "holds": holds, "losses": losses}
+    note(model, {"plain": bound, "fastdp": found, "holds": holds, "losses": losses})
 
 
-def apart(one: List[float], other: List[float]) -> float:
+def far(one: List[float], other: List[float]) -> float:
     """The largest difference, by the size of the losses."""
     scale = max(max(map(abs, one)), 1e-12)
     return max(abs(a - b) for a, b in zip(one, other)) / scale
@@ -219,12 +182,19 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--models", default=",".join(STANDARD), help="name or name:batch per GPU")
     parser.add_argument("--part", choices=(*PARTS, "all", "child"), default="all")
     parser.add_argument("--only", default="", help="rivals of the steps by name, separated by ;")
+    parser.add_argument("--backend", default=INDUCTOR, help="of torch.compile, but for DDP")
+    parser.add_argument("--together", type=int, default=1, help="models that warm up together")
+    # A recording comes after the watched steps, and the trial after it.
+    parser.add_argument("--warmup", type=int, default=30, help="steps of each rival")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0, help="of turns for each rival")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all turns")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the whole run")
     parser.add_argument("--port", type=int, default=29611)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(arguments)
+    for option in ("together", "warmup", "rounds", "limit"):
+        if getattr(args, option) < 1:
+            parser.error(f"--{option} is {getattr(args, option)}: it must be at least 1")
     args.names = args.devices.split(",")
     args.devices = [device_of(name, parser) for name in args.names]
     args.models = [chosen_model(entry, parser) for entry in args.models.split(",")]
@@ -232,12 +202,28 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     return args
 
 
+def jobs_of(args: argparse.Namespace) -> List[Any]:
+    """(part, models, what does it), in their order."""
+    parts = PARTS if args.part == "all" else (args.part,)
+    acts: Dict[str, Callable[..., None]] = {"time": take_time, "losses": take_losses}
+    jobs: List[Any] = [
+        (part, [model], lambda models, *rest, part=part: acts[part](models[0], *rest))
+        for model in args.models
+        for part in parts
+        if part in acts
+    ]
+    if "steps" in parts:
+        for k in range(0, len(args.models), args.together):
+            jobs.append(("steps", args.models[k : k + args.together], take_steps))
+    return jobs
+
+
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     args = parse(arguments)
     warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
     if args.part == "child":
-        (name, per_gpu), = args.models
-        print(json.dumps(time_child(name, per_gpu, args.devices)))
+        (model,) = args.models
+        print(json.dumps(time_child(model, args.devices, args.backend)))
         return
     given = list(sys.argv[1:] if arguments is None else arguments)
     found: Dict[str, Any] = {
@@ -247,14 +233,26 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         "models": {},
     }
     print(json.dumps(found["machine"]), flush=True)
-    acts = {"time": take_time, "losses": take_losses, "steps": take_steps}
-    for name, per_gpu in args.models:
-        for part in PARTS:
-            if args.part in (part, "all"):
-                title = f"{name}:{per_gpu}"
-                found["models"].setdefault(title, {})[part] = acts[part](name, per_gpu, args)
-                keep(args.json, found)
+    keep(args.json, found)
+    jobs = jobs_of(args)
+    for k, (part, models, act) in enumerate(jobs):
+        titles = [f"{name}:{per_gpu}" for name, per_gpu in models]
+        left_s = args.limit - spent_s()
+        if left_s < LEAST_S:
+            say(f"{part} of {', '.join(titles)}: left out, {args.limit:g} s are over")
+            continue
+
+        def note(model: Title, what: Dict[str, Any], part: str = part) -> None:
+            found["models"].setdefault(f"{model[0]}:{model[1]}", {})[part] = what
+            keep(args.json, found)
+
+        # What one leaves of its share, the others have.
+        act(models, spent_s() + left_s / (len(jobs) - k), args, note)
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        main()
+    finally:
+        end_children()

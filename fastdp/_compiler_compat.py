@@ -132,9 +132,19 @@ def looked_up(name: str) -> Callable[..., Any]:
         raise ValueError(f"it must be one of {known}, or a function") from error
 
 
-def compiler_of(module: Any) -> Tuple[Any, bool]:
-    """Of torch.compile(module): the compiler below torch's own layers, and `fullgraph`."""
-    context = module.dynamo_ctx
+def context_of(module: Any) -> Any:
+    """What torch.compile(module), or module.compile(), keeps of its arguments; None if unknown."""
+    if hasattr(module, "dynamo_ctx"):
+        return module.dynamo_ctx
+    call = module.__dict__.get("_compiled_call_impl")
+    cells = getattr(call, "__closure__", None) or ()
+    names = getattr(getattr(call, "__code__", None), "co_freevars", ())
+    found = dict(zip(names, cells)).get("self")
+    return None if found is None else found.cell_contents
+
+
+def compiler_of(context: Any) -> Tuple[Any, bool]:
+    """The compiler below torch's own layers, and `fullgraph`."""
     found = getattr(context, "callback", None)
     fullgraph = bool(getattr(context, "fullgraph", False))
     for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):

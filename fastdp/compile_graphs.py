@@ -67,8 +67,8 @@ class Graph:
         self._body = body.forward
 
     def __call__(self, *inputs: Any) -> Any:
-        device = relocation.device_of(inputs)
         where = current_place()
+        device = relocation.device_of(inputs, where)
         if self._waits and where is not None:
             where.wait()
         if device in self.ready:
@@ -94,8 +94,8 @@ class Piece:
         self._strides: List[Any] = []  # of the first inputs: code is for these
 
     def __call__(self, *inputs: Any) -> Any:
-        device = relocation.device_of(inputs)
         where = current_place()
+        device = relocation.device_of(inputs, where)
         if where is not None and where.gate is not None and where.plan is not None:
             where.gate.wait_for(self._bucket_in(where.plan))
         run = self._runs.get(device)

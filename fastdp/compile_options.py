@@ -6,7 +6,7 @@ graph cannot be. So a mode stands for its options but for that one.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Sequence, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 from . import _compiler_compat
 
@@ -125,11 +125,17 @@ def is_compiled_module(module: Any) -> bool:
     return "_orig_mod" in members and hasattr(type(module), "_initialize")
 
 
+def is_compiled_in_place(module: Any) -> bool:
+    """Whether somebody has called `module.compile()`."""
+    return getattr(module, "__dict__", {}).get("_compiled_call_impl") is not None
+
+
 def of_compiled_module(module: Any) -> Optional[CompileOptions]:
-    """How `torch.compile(module)` was asked; None where that cannot be told."""
-    if not is_compiled_module(module):
+    """How `torch.compile(module)` or `module.compile()` was asked; None where neither was, or where
+    that cannot be told."""
+    if not is_compiled_module(module) and not is_compiled_in_place(module):
         return None
-    found, fullgraph = _compiler_compat.compiler_of(module)
+    found, fullgraph = _compiler_compat.compiler_of(_compiler_compat.context_of(module))
     dynamic = getattr(found, "dynamic", None)
     given: Dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph}
     if getattr(found, "compiler_name", None) == "inductor":
@@ -140,3 +146,12 @@ def of_compiled_module(module: Any) -> Optional[CompileOptions]:
     options = CompileOptions({**given, "backend": found})
     options.name = getattr(found, "compiler_name", options.name)
     return options
+
+
+def parts_compiled_apart(module: Any) -> List[str]:
+    """The names of what is compiled by itself: parts; "" for the module."""
+    return [
+        name
+        for name, part in module.named_modules()
+        if is_compiled_in_place(part) or is_compiled_module(part)
+    ]

@@ -24,6 +24,7 @@ from . import _compiler_compat, _torch_compat, captures, readiness
 from .compile_calls import Arguments, State
 from .compile_forms import MISSED, Family
 from .compile_options import CompileOptions, is_compiled_module
+from .compile_plain import plainly
 from .readiness import NotReady
 
 _log = logging.getLogger("fastdp")
@@ -78,10 +79,10 @@ class Compiled:
     def run(self, where: "ReplicaCall", root: nn.Module, args: Any, kwargs: Any) -> Any:
         module = _compiled_part(root)
         if self.useless or readiness.is_uncompiled():
-            return _plainly(where, module, args, kwargs)
+            return plainly(where, module, args, kwargs)
         if any(_torch_compat.global_module_hooks()):  # torch has no guards for these
             self._note("as long as there are hooks on all modules")
-            return _plainly(where, module, args, kwargs)
+            return plainly(where, module, args, kwargs)
         arguments = Arguments(args, kwargs, where.device)
         family = self._family(where, module, arguments)
         form = family.form_of(arguments.sizes, where.device)
@@ -93,7 +94,7 @@ class Compiled:
             if output is not MISSED:
                 return output
         if family.reason:
-            return _plainly(where, module, args, kwargs)
+            return plainly(where, module, args, kwargs)
         breaks = form is not None and not form.whole
         if breaks and readiness.is_as_compiled():
             return form.look_up(where, module, args, kwargs)
@@ -124,7 +125,8 @@ class Compiled:
     def _compile(
         self, family: "Family", where: "ReplicaCall", module: nn.Module, arguments: Arguments
     ) -> Any:
-        """The output, of what is compiled now; without a compiler's help where it fails."""
+        """The output, of what is compiled now; without a compiler's help where it fails, unless the
+        user has said that all of it must be compiled."""
         where.wait()
         with self._lock, _Progress(where.device):
             for form in family.forms_to_try(arguments.sizes, where.device):
@@ -133,29 +135,24 @@ class Compiled:
                     output = form.compile(where, module, arguments.args, arguments.kwargs)
                 except Exception as error:
                     state.restore()
+                    if self.options.fullgraph:
+                        raise
                     family.failed(form, error)
                     continue
                 if output is not MISSED and form.graphs:
                     family.keep(form, arguments.sizes, where.device)
                     return output
                 if output is not MISSED:  # all of it was left to Python
-                    self._leave(family.give_up(form.reason or "no operators were found in it"))
+                    self._note(family.give_up(form.reason or "no operators were found in it"))
                     return output
                 family.failed(form, None)
         try:
-            output = _plainly(where, module, arguments.args, arguments.kwargs)
+            output = plainly(where, module, arguments.args, arguments.kwargs)
         except BaseException:
             family.forgive()  # it was the model's own error, and none of the compiler's
             raise
-        self._leave(family.give_up())
+        self._note(family.give_up())
         return output
-
-    def _leave(self, reason: str) -> None:
-        """A kind of call runs uncompiled from now on."""
-        self._note(reason)
-        if not any(each.made for each in self._families.copy().values()):
-            # Replicas that are never compiled wait for their parameters where they read them.
-            self._refused = reason
 
     def _note(self, reason: str) -> None:
         if reason not in self.reasons:
@@ -201,11 +198,6 @@ class ReplicaCall:
 
 def _nothing() -> None:
     return None
-
-
-def _plainly(where: ReplicaCall, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    where.wait()
-    return module._call_impl(*args, **kwargs)
 
 
 def _compiled_part(root: nn.Module) -> nn.Module:

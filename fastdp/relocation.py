@@ -34,14 +34,13 @@ _NUMBERS = tuple(
 )
 
 
-def device_of(inputs: Sequence[Any]) -> torch.device:
-    """Where a graph runs that is given these: on their GPU, if one of them is on one."""
-    found = torch.device("cpu")
-    for tensor in inputs:
-        if isinstance(tensor, torch.Tensor):
-            if tensor.device.type != "cpu":
-                return tensor.device
-    return found
+def device_of(inputs: Sequence[Any], where: Any = None) -> torch.device:
+    """Where a graph runs that is given these. `where`: the call of a replica that it is part of, on
+    whose GPU it runs though all of these may lie on the host, or one of them elsewhere."""
+    if where is not None and where.device.type != "cpu":
+        return where.device
+    found = (tensor.device for tensor in inputs if isinstance(tensor, torch.Tensor))
+    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
 
 
 class Shared:
@@ -58,7 +57,7 @@ class Shared:
         """Takes part in Inductor's work (`CompileOptions.compile`)."""
         made = compile_inner(graph, inputs, **options)
         # What AOTAutograd is given stays torch's own object; what it calls passes here.
-        part = _Part(made, self._home)
+        part = _Part(made, self._home, device_of(inputs) != self._home)
         if part.call is not None:
             made.current_callable = part
         self._parts.append(part)
@@ -83,12 +82,14 @@ class Shared:
 
 
 class _Part:
-    """Stands for the code of one compiled graph, and runs that of the device of its inputs."""
+    """Stands for the code of one compiled graph, and runs that of the device of its inputs.
+    `is_blind`: all of these lie on the host, and whose they are a backward could not tell."""
 
-    def __init__(self, made: Any, home: torch.device) -> None:
+    def __init__(self, made: Any, home: torch.device, is_blind: bool) -> None:
         self.call = getattr(made, "current_callable", None)
         self.calls: Dict[torch.device, Callable[[List[Any]], Any]] = {home: self.call}
         self._home = home
+        self._is_blind = is_blind
         self._source = getattr(made, "source_code", "")
         self._constants = dict(getattr(made, "constants", None) or {})
         self._checked = list(getattr(made, "inputs_to_check", ()) or ())
@@ -96,9 +97,7 @@ class _Part:
         self._devices = set(getattr(made, "device_idxs", ()) or ())
 
     def __call__(self, inputs: List[Any]) -> Any:
-        device = device_of(inputs)
-        if device.type == "cpu":
-            device = self._home if len(self.calls) == 1 else _current_device()
+        device = self._home if self._is_blind else device_of(inputs)
         return self.calls[device](inputs)
 
     def on(self, device: torch.device) -> Callable[[List[Any]], Any]:
@@ -107,8 +106,12 @@ class _Part:
         Raises:
             ValueError: it is for several GPUs, or not of the kind that can be written again.
         """
+        if self._is_blind and (self._devices or any(p.search(self._source) for p in _NUMBERS)):
+            raise ValueError("a part of it has no input on the GPU")
         if self.call is None or not self._source or self._devices - {self._home.index}:
             raise ValueError("its code is not Python that runs on one GPU")
+        if self._is_blind:  # and on the host
+            return self.call
         source = text_for(self._source, self._home.index, device.index)
         constants = {
             name: value.to(device) if getattr(value, "device", None) == self._home else value
@@ -117,10 +120,6 @@ class _Part:
         with torch.cuda.device(device):
             module = _compiler_compat.loaded(source, constants)
         return _compiler_compat.aligned(module.call, self._checked, self._mutated)
-
-
-def _current_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def text_for(source: str, home: int, target: int) -> str:

@@ -252,8 +252,6 @@ def test_what_cannot_be_compiled_runs_uncompiled_with_the_reason_once(fast, capl
     for seed in range(3):
         twins.step(twins.rows(seed=seed))
     assert len(twins.reasons) == 1 and "this compiler can nothing" in twins.reasons[0]
-    replicas = twins.compiled.replicate(twins.compiled.module, twins.compiled.device_ids)
-    assert "_compiled_call_impl" not in vars(replicas[1])
     assert sum("this compiler can nothing" in r.getMessage() for r in caplog.records) == 1
     assert "not compiled: " in str(twins.compiled.report())
 
@@ -535,3 +533,117 @@ def test_what_was_compiled_goes_with_its_wrapper(fast, compile, monkeypatch):
     del dp, replicator, family, form, graph
     gc.collect()
     assert [each() for each in alive] == [None] * 4
+
+
+@pytest.mark.parametrize("way", ["option", "torch.compile", "in place"])
+def test_fullgraph_raises_the_compilers_error_at_a_break(fast, way):
+    given = {"backend": "aot_eager", "fullgraph": True}
+    twins = Twins(fast, Choosing())
+    if way == "option":
+        twins.compiled = fast.wrap(twins.compiled.module, 2, compile=given)
+    elif way == "torch.compile":
+        twins.compiled = fast.wrap(torch.compile(twins.compiled.module, **given), 2)
+    else:
+        twins.compiled.module.compile(**given)
+        twins.compiled = fast.wrap(twins.compiled.module, 2)
+    twins.both = twins.compiled, twins.plain
+    for _ in range(2):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+            twins.compiled(twins.rows(), breaks=True)
+        twins.step(twins.rows(), breaks=False)
+        assert [form["kind"] for form in twins.forms] == ["one size"]
+    assert twins.count == count_for(fast, 2) and twins.reasons == []
+
+
+class Choosing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x, breaks):
+        x = self.net(x)
+        if breaks:
+            torch._dynamo.graph_break()
+        return x
+
+
+def test_fullgraph_leaves_what_the_failed_forward_wrote_as_it_was(fast):
+    dp = fast.wrap(Choosing(), 2, compile={"backend": refuses, "fullgraph": True})
+    before = copy.deepcopy(dp.state_dict())
+    with pytest.raises(Exception, match="this compiler can nothing"):
+        dp(torch.ones(6, 4, device=fast.home), breaks=False)
+    assert all(torch.equal(value, before[name]) for name, value in dp.state_dict().items())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_module_that_was_compiled_in_place(fast, n):
+    """As that of torch.compile(module)."""
+    module = Net()
+    twins = Twins(fast, module, n=n)
+    module.compile(backend="aot_eager", dynamic=False)
+    twins.compiled = fast.wrap(module, n)
+    twins.both = twins.compiled, twins.plain
+    twins.optimizers[0] = torch.optim.SGD(twins.compiled.parameters(), 1e-2, momentum=0.9)
+    for seed in range(3):
+        twins.step(twins.rows(seed=seed))
+    for length in (4, 8, 10):
+        twins.look(twins.rows(length))
+    assert {form["kind"] for form in twins.forms} == {"one size"} and len(twins.forms) == 4
+    assert twins.compiled.report()["compiled"]["backend"] == "aot_eager"
+    assert set(twins.compiled.state_dict()) == set(twins.plain.state_dict())
+
+
+def test_compile_false_leaves_the_module_that_was_compiled_in_place_uncompiled(fast):
+    module = Net()
+    module.compile(backend=refuses)
+    module.first.compile(backend=refuses)
+    dp = fast.wrap(module, 2, compile=False)
+    dp(torch.zeros(4, 4, device=fast.home))
+    assert dp.report()["compiled"] is None
+
+
+@pytest.mark.parametrize("way", ["in place", "torch.compile"])
+def test_parts_that_were_compiled_run_uncompiled_in_replicas_and_are_named(fast, caplog, way):
+    caplog.set_level(logging.WARNING, "fastdp")
+    module = Net()
+    twins = Twins(fast, module)
+    if way == "in place":
+        module.first.compile(backend="aot_eager")
+    else:
+        module.first = torch.compile(module.first, backend="aot_eager")
+    twins.compiled = fast.wrap(module, 2)
+    twins.both = twins.compiled, twins.plain
+    for seed in range(2):
+        x = twins.rows(seed=seed)
+        torch.testing.assert_close(twins.compiled(x), twins.plain(x), rtol=0, atol=1e-12)
+    (reason,) = twins.reasons
+    assert reason.endswith("runs uncompiled in replicas, unless compile=True: first")
+    assert [r.getMessage() for r in caplog.records] == [f"compile: {reason}"]
+    report = str(twins.compiled.report())
+    assert f"not compiled: {reason}" in report and "compiled   with" not in report
+
+
+def test_parts_that_were_compiled_are_compiled_with_the_whole(fast, caplog):
+    caplog.set_level(logging.WARNING, "fastdp")
+    twins = Twins(fast, Net())
+    twins.compiled.module.first.compile(backend="aot_eager")
+    twins.step(twins.rows())
+    assert twins.reasons == [] and not caplog.records
+    assert twins.count == count_for(fast, 2)
+
+
+def test_a_kind_that_cannot_be_compiled_leaves_the_others_to_be(fast):
+    def refuses_to_train(graph, inputs):
+        if torch.is_grad_enabled():
+            raise RuntimeError("this compiler cannot train")
+        return graph.forward
+
+    twins = Twins(fast, Net(), compile={"backend": refuses_to_train})
+    for seed in range(2):
+        twins.step(twins.rows(seed=seed))
+        twins.each(lambda module: module.eval())
+        twins.look(twins.rows())
+        twins.each(lambda module: module.train())
+    assert len(twins.reasons) == 1 and "this compiler cannot train" in twins.reasons[0]
+    assert [form["kind"] for form in twins.forms] == ["one size"]
+    assert twins.count >= count_for(fast, 2)

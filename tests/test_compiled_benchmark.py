@@ -1,16 +1,21 @@
 """benchmarks/compiled.py says what it promises to say; with a compiler that takes no time."""
 
+import argparse
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 
-import fastdp
 import pytest
 import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
+
+import compiled_contest  # noqa: E402
+import contest  # noqa: E402
+from rivals import Block, Memory  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -20,41 +25,35 @@ def benchmark(monkeypatch):
     place = importlib.util.spec_from_file_location("bench_compiled", BENCHMARKS / "compiled.py")
     module = importlib.util.module_from_spec(place)
     place.loader.exec_module(module)
-    backend = {"backend": "aot_eager"}
-
-    def wrap(devices):
-        ids = [str(device) for device in devices]
-        return lambda net: fastdp.DataParallel(net, ids, compile=backend)
-
-    compile = torch.compile
-    monkeypatch.setattr(module, "compiled_wrap", wrap)
-    monkeypatch.setattr(module, "WARM_UP", 2)
     monkeypatch.setattr(module, "LOSSES", 5)
-    monkeypatch.setattr(torch, "compile", lambda net, mode=None: compile(net, **backend))
+    monkeypatch.setattr(contest, "_BEGAN", time.monotonic())
     yield module
     torch._dynamo.reset()
 
 
 GIVEN = ["--devices", "cpu,cpu", "--models", "tiny", "--rounds", "2", "--seconds", "0.05"]
+GIVEN += ["--warmup", "2", "--backend", "aot_eager"]
 
 
-def test_losses_and_steps_are_told(benchmark, tmp_path, capsys):
+def test_losses_are_told(benchmark, tmp_path, capsys):
     kept = tmp_path / "kept.json"
-    for part in ("losses", "steps"):
-        benchmark.main([*GIVEN, "--part", part, "--json", str(kept)])
-        found = json.loads(kept.read_text())["models"]["tiny:4"][part]
-        if part == "losses":
-            assert found["holds"] and len(found["losses"]) == 4
-            assert all(len(each) == benchmark.LOSSES for each in found["losses"])
-        else:
-            rows = {row["rival"]: row for row in found["rows"]}
-            assert list(rows) == [
-                *("one GPU, compiled", "one GPU, reduce-overhead", "fastdp compiled, one"),
-                *("fastdp compiled", "fastdp compiled, whole"),
-            ]
-            assert all(row["step_ms"] > 0 for row in rows.values())
-            assert rows["fastdp compiled"]["compiled"]["forms"]
+    benchmark.main([*GIVEN, "--part", "losses", "--json", str(kept)])
+    found = json.loads(kept.read_text())["models"]["tiny:4"]["losses"]
+    assert found["holds"] and len(found["losses"]) == 4
+    assert all(len(each) == benchmark.LOSSES for each in found["losses"])
     assert "holds: tiny" in capsys.readouterr().out
+
+
+def test_steps_are_told_of_rivals_in_processes_of_their_own(benchmark, tmp_path):
+    kept = tmp_path / "kept.json"
+    only = "one GPU, reduce-overhead;fastdp compiled;fastdp compiled, whole"
+    benchmark.main([*GIVEN, "--part", "steps", "--only", only, "--json", str(kept)])
+    found = json.loads(kept.read_text())["models"]["tiny:4"]["steps"]
+    rows = {row["rival"]: row for row in found["rows"]}
+    assert ";".join(rows) == only
+    assert all(row["step_ms"] > 0 and len(row["turns_ms"]) == 2 for row in rows.values())
+    assert rows["fastdp compiled"]["compiled"]["forms"]
+    assert "compiled" not in rows["one GPU, reduce-overhead"]
 
 
 def test_a_process_of_its_own_tells_the_time_to_compile(benchmark, capsys):
@@ -62,3 +61,120 @@ def test_a_process_of_its_own_tells_the_time_to_compile(benchmark, capsys):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0 < found["compile_s"] <= found["first_steps_s"]
     assert found["forms"][0]["kind"] == "one size"
+
+
+class Rival:
+    """Takes as long as it says. `fails_at`: the turn that raises."""
+
+    def __init__(self, step_ms, fails_at=None, error=KeyboardInterrupt):
+        self.step_ms, self.fails_at, self.error = step_ms, fails_at, error
+        self.answer_s = None
+        self.turns = -2  # the first block is a plan
+
+    def begin(self, steps):
+        pass
+
+    def warm_up(self, steps, answer_s):
+        self.answer_s = answer_s
+        if self.fails_at == 0:
+            raise RuntimeError("did not answer")
+        return Memory([], [], [])
+
+    def block(self, steps):
+        self.turns += 1
+        if self.turns == self.fails_at:
+            raise self.error
+        return Block(self.step_ms, self.step_ms)
+
+    def facts(self):
+        return {}
+
+    def end(self):
+        pass
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """taken(rivals by name, seconds that are left) -> what was noted."""
+    noted = []
+
+    def take(rivals, left_s=100.0):
+        entries = {
+            name: contest.Entry(lambda rival=rival: rival, 1, 2, {"kind": name}, is_apart=True)
+            for name, rival in rivals.items()
+        }
+        monkeypatch.setattr(compiled_contest, "entries_of", lambda model, args: entries)
+        args = argparse.Namespace(devices=[torch.device("cpu")] * 2, rounds=3, seconds=2.0)
+        ends_at = contest.spent_s() + left_s
+
+        def note(model, what):
+            noted.append((model, json.loads(json.dumps(what))))
+
+        compiled_contest.take_steps([("mlp", 64)], ends_at, args, note)
+
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    take.noted = noted
+    return take
+
+
+def turns_in(noted):
+    return [[len(row["turns_ms"]) for row in what["rows"]] for _, what in noted]
+
+
+def test_what_there_is_is_noted_after_each_round_and_bars_are_judged(taken):
+    steps_ms = {
+        "one GPU, reduce-overhead": 4.0,
+        "fastdp compiled, one": 4.2,
+        "fastdp compiled": 4.0,
+        "DDP, default": 9.0,
+        "DDP, reduce-overhead": 5.0,
+    }
+    taken({name: Rival(ms) for name, ms in steps_ms.items()})
+    assert turns_in(taken.noted) == [[k] * 5 for k in (1, 2, 3, 3)]
+    bars = taken.noted[-1][1]["bars"]
+    assert [(bar["measured"], bar["most"], bar["holds"]) for bar in bars] == [
+        (4.0 / 5.0, 0.80, True),
+        (4.2 / 4.0, 1.02, False),
+    ]
+
+
+def test_a_run_that_is_broken_off_leaves_what_it_had(taken):
+    with pytest.raises(KeyboardInterrupt):
+        taken({"one": Rival(1.0), "other": Rival(1.0, fails_at=1)})
+    assert turns_in(taken.noted) == [[1, 1]]
+
+
+def test_who_is_not_warm_in_time_is_left_out_and_turns_have_their_share(taken):
+    rivals = {"late": Rival(1.0, fails_at=0), "in time": Rival(1.0)}
+    taken(rivals, left_s=30.0)
+    share_s = compiled_contest.TURNS_TAKE * 2.0 * len(rivals)
+    assert all(0 < rival.answer_s <= 30.0 - share_s for rival in rivals.values())
+    rows = {row["rival"]: row for row in taken.noted[-1][1]["rows"]}
+    assert rows["late"]["failed"] == "did not answer"
+    assert len(rows["in time"]["turns_ms"]) == 3
+
+
+def test_after_the_limit_nothing_begins_and_shares_grow(benchmark, monkeypatch, tmp_path, capsys):
+    clock, seen = [0.0], []
+    monkeypatch.setattr(benchmark, "spent_s", lambda: clock[0])
+
+    def take(models, ends_at, args, note):
+        seen.append((models, ends_at - clock[0]))
+        note(models[0], {"rows": []})
+        clock[0] += 10.0 if len(seen) == 1 else 85.0
+
+    monkeypatch.setattr(benchmark, "take_steps", take)
+    kept = tmp_path / "kept.json"
+    models = "tiny:1,tiny:2,tiny:3,tiny:4,tiny:5"
+    given = [*GIVEN, "--part", "steps", "--limit", "100", "--together", "2", "--models", models]
+    benchmark.main([*given, "--json", str(kept)])
+    assert seen == [([("tiny", 1), ("tiny", 2)], 100 / 3), ([("tiny", 3), ("tiny", 4)], 45.0)]
+    assert "steps of tiny:5: left out, 100 s are over" in capsys.readouterr().out
+    assert set(json.loads(kept.read_text())["models"]) == {"tiny:1", "tiny:3"}
+
+
+@pytest.mark.parametrize("option", ["--limit", "--together", "--rounds", "--warmup"])
+def test_options_below_their_bound_are_named(benchmark, capsys, option):
+    with pytest.raises(SystemExit):
+        benchmark.parse([*GIVEN, option, "0"])
+    assert f"{option} is 0" in capsys.readouterr().err

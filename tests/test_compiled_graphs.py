@@ -10,7 +10,14 @@ import weakref
 import fastdp
 import pytest
 import torch
-from fastdp import _compiler_compat, compile_graphs, compile_options, readiness, relocation
+from fastdp import (
+    _compiler_compat,
+    compile_graphs,
+    compile_options,
+    compile_plain,
+    readiness,
+    relocation,
+)
 from fastdp.compiled import Compiled, ReplicaCall
 from pretended_gpus import Gpus
 from torch import nn
@@ -125,7 +132,7 @@ def test_each_piece_gives_its_gradients_when_it_has_run():
     )
     waited = []
     gate = types.SimpleNamespace(wait_for=waited.append)
-    where = types.SimpleNamespace(gate=gate, plan=plan)
+    where = types.SimpleNamespace(gate=gate, plan=plan, device=CPU)
     options = compile_options.parse({"backend": "aot_eager"})
     run = compile_graphs.Graph(graph, inputs, places, plan, options, lambda device: None)
     with pytest.raises(readiness.NotReady), readiness.place(where):
@@ -195,6 +202,53 @@ def test_pieces_wait_for_their_buckets_and_steps_are_those_of_plain_replicas(mon
         assert [bucket for who, bucket in waited if who == rank] == list(buckets)
 
 
+class Rebinding(Deep):
+    """Binds a buffer anew, and looks whether that is so."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.norm.num_batches_tracked = self.norm.num_batches_tracked + 1
+        return x * self.norm.num_batches_tracked
+
+
+@needs_pretence
+@pytest.mark.parametrize("cls", [Deep, Rebinding])
+def test_replicas_that_cannot_be_compiled_wait_where_they_read(monkeypatch, cls):
+    """As uncompiled ones do, bucket by bucket."""
+
+    def refuses(graph, inputs):
+        raise RuntimeError("this compiler can nothing")
+
+    gpus = Gpus(monkeypatch, True)
+    replica = Compiled.replica
+    monkeypatch.setattr(
+        Compiled, "replica", lambda self, root, device, gate: replica(self, root, CPU, gate)
+    )
+    x = torch.randn(6, 4, dtype=torch.float64)
+    results, logs = [], []
+    for compile in (None, {"backend": refuses}):
+        dp = fastdp.DataParallel(cls(), ["cpu", "cpu"], bucket_bytes=160, compile=compile)
+        dp(x)
+        gpus.waits()
+        results.append(dp(x))
+        logs.append({name: waits for name, waits in gpus.waits().items() if name[0] == "c"})
+        results += [buffer.clone() for buffer in dp.module.buffers()]
+    half = len(results) // 2
+    torch.testing.assert_close(results[:half], results[half:], rtol=0, atol=0)
+    assert logs[0] == logs[1] and logs[0]["c1"].count("s1") >= 5
+
+
+@needs_pretence
+def test_lists_of_weights_beside_the_dictionaries_are_waited_for_at_once(monkeypatch):
+    waited = []
+    module = nn.LSTM(4, 2)
+    plan = types.SimpleNamespace(bucket_of=dict.fromkeys(range(4), 0), buckets=range(1))
+    gate = types.SimpleNamespace(wait_for=waited.append)
+    where = ReplicaCall(None, weakref.ref(module), CPU, gate, plan)
+    compile_plain.plainly(where, module, (torch.zeros(1, 1, 4),), {})
+    assert waited == [0]
+
+
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
@@ -240,6 +294,27 @@ def test_what_was_compiled_for_one_device_serves_the_other():
             first(x)
             second(x.to(META))
     assert one.count == 2
+
+
+def test_a_piece_that_is_given_nothing_on_its_device_runs_there_all_the_same():
+    """What it makes there is for later pieces."""
+
+    class Start(nn.Module):
+        def forward(self, x):
+            return torch.arange(3, device="cpu") + x.to("cpu").long().to("cpu")
+
+    graph = torch.fx.symbolic_trace(Start())
+    options = compile_options.parse({"backend": "aot_eager"})
+    run = compile_graphs.Graph(graph, [torch.ones(3)], [None], None, options, lambda device: None)
+    calls = [
+        types.SimpleNamespace(device=d, gate=None, plan=None, wait=lambda: None)
+        for d in (CPU, META)
+    ]
+    for call in (*calls, *calls):
+        with readiness.compiling(), readiness.place(call):
+            assert run(torch.ones(3)).device == call.device
+    assert run.ready == [CPU, META]
+    assert set(run.pieces[0]._runs) == {CPU, META}
 
 
 def test_guards_but_for_those_on_devices_stay():
@@ -313,7 +388,6 @@ def test_what_inductor_made_is_loaded_again_for_another_device(monkeypatch, tmp_
     """On the host, where the other device is the same one: forward and backward, both noted."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(relocation, "are_alike", lambda one, other: True)
-    monkeypatch.setattr(relocation, "_current_device", lambda: CPU)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
     graph, inputs, _ = seen_graph(module, x)
@@ -323,6 +397,12 @@ def test_what_inductor_made_is_loaded_again_for_another_device(monkeypatch, tmp_
     assert len(shared._parts) == 2
     other = torch.device("cpu", 0)
     assert shared.extend(other) and shared.reason == ""
+    shared._parts[1]._is_blind = True  # and speaks of no GPU: it serves as it is
+    assert shared.extend(other) and shared._parts[1].calls[other] is shared._parts[1].calls[CPU]
+    shared._parts[1]._devices = {None}
+    assert not shared.extend(other) and "a part of it has no input on the GPU" in shared.reason
+    shared._parts[1]._is_blind, shared._parts[1]._devices = False, set()
+    assert shared.extend(other)
     want = torch.autograd.grad(run(*inputs)[0].square().sum(), list(module.parameters()))
     called = []
     for part in shared._parts:
