@@ -8,11 +8,12 @@ its own, on the GPU or, with "cpu", on the host.
 from __future__ import annotations
 
 import operator
-from typing import Any, Tuple
+from typing import Any, List, Tuple
 
 import torch
 
 HOST = torch.device("cpu")
+MAX_REPLICAS = 64  # FDP_MAX_REPLICAS of csrc/limits.h
 
 
 def parse_devices(devices: Any, name: str = "device_ids") -> Tuple[torch.device, ...]:
@@ -26,7 +27,8 @@ def parse_devices(devices: Any, name: str = "device_ids") -> Tuple[torch.device,
     (device(type='cpu'), device(type='cpu'))
     """
     if isinstance(devices, (str, bytes, int, torch.device)):
-        raise TypeError(f"{name} must be a list of devices, not {devices!r}: write [{devices!r}]")
+        listed = _listed(devices)
+        raise TypeError(f"{name} must be a list of devices, not {devices!r}: write {listed}")
     try:
         entries = tuple(devices)
     except TypeError:
@@ -43,6 +45,14 @@ def parse_devices(devices: Any, name: str = "device_ids") -> Tuple[torch.device,
                 "host and CUDA devices cannot be mixed in one list"
             )
     return parsed
+
+
+def _listed(devices: Any) -> List[Any]:
+    """What was meant by no list: "0,1" is two devices."""
+    if not isinstance(devices, str):
+        return [devices]
+    names = [name.strip() for name in devices.split(",")]
+    return [int(name) if name.isdecimal() else name for name in names]
 
 
 def parse_device(device: Any, name: str) -> torch.device:

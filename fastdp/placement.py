@@ -8,17 +8,25 @@ from typing import Any, Iterator, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from .devices import parse_devices
+from .devices import MAX_REPLICAS, parse_devices
 from .plans import check_tensors
 
 
 def choose_devices(device_ids: Optional[Sequence[Any]]) -> Tuple[torch.device, ...]:
     """The devices of a wrapper; none means: call the module directly."""
+    if isinstance(device_ids, Iterator):
+        device_ids = list(device_ids)  # to be looked at more than once
     if not torch.cuda.is_available() and (device_ids is None or not _names_host(device_ids)):
         return ()
     if device_ids is None:
         device_ids = list(range(torch.cuda.device_count()))
-    return parse_devices(device_ids, "device_ids")
+    devices = parse_devices(device_ids, "device_ids")
+    if len(devices) > MAX_REPLICAS:
+        raise ValueError(
+            f"device_ids has {len(devices)} entries, one for each replica: at most {MAX_REPLICAS} "
+            "are possible"
+        )
+    return devices
 
 
 def _names_host(device_ids: Any) -> bool:

@@ -75,6 +75,8 @@ def test_an_index_needs_no_driver_call_but_the_count(two_gpus, monkeypatch):
     "entries, error, message",
     [
         ("cpu", TypeError, r"ids must be a list of devices, not 'cpu': write \['cpu'\]"),
+        ("0, 1", TypeError, r"ids must be a list of devices, not '0, 1': write \[0, 1\]"),
+        ("cuda:0,cuda:1", TypeError, r"not 'cuda:0,cuda:1': write \['cuda:0', 'cuda:1'\]"),
         (0, TypeError, r"ids must be a list of devices, not 0: write \[0\]"),
         (CPU, TypeError, r"ids must be a list of devices, not device\(type='cpu'\)"),
         (None, TypeError, "ids must be a list of devices, not NoneType"),

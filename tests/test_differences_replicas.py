@@ -6,6 +6,7 @@ on fastdp. The order in which NCCL adds cannot be shown without GPUs: that row l
 import copy
 import re
 import threading
+from pathlib import Path
 
 import fastdp
 import oracle
@@ -13,6 +14,7 @@ import pytest
 import torch
 from differences import OURS, THEIRS, Rows, call, cells, per_replica, rank_of, ranked, wrap
 from nets import Apply, grads, ints, linear, same
+from fastdp import devices
 from torch import nn
 
 row = Rows()
@@ -308,8 +310,10 @@ def test_function_transforms():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_known_limits():
-    with pytest.raises(ValueError, match="must be 1 to 64"):
-        fastdp.DataParallel(linear(), device_ids=["cpu"] * 65)(ints(65, 3))
+    with pytest.raises(ValueError, match="device_ids has 65 entries.*at most 64"):
+        fastdp.DataParallel(linear(), device_ids=["cpu"] * 65)
+    limits = (Path(__file__).resolve().parent.parent / "csrc" / "limits.h").read_text()
+    assert f"#define FDP_MAX_REPLICAS {devices.MAX_REPLICAS}\n" in limits
     forward_ad = torch.autograd.forward_ad
     for side in (THEIRS, OURS):
         with forward_ad.dual_level(), pytest.raises(NotImplementedError):
