@@ -14,6 +14,7 @@ import re
 import signal
 import types
 
+import gpu_lists
 import pytest
 import torch
 
@@ -33,9 +34,16 @@ def no_cuda_reason():
 def pytest_addoption(parser):
     text = "reliability tests in their long form: every point, 10,000 steps, 1,000 wrappers"
     parser.addoption("--long", action="store_true", help=text)
+    text = "GPUs of tests that take several, in the order of ranks, such as 3,2,1,0 (gpu_lists.py)"
+    parser.addoption("--gpus", default="", help=text)
 
 
 def pytest_configure(config):
+    if config.getoption("--gpus"):
+        try:
+            gpu_lists.choose(config.getoption("--gpus"))
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
     for line in (
         "row(*ids, why=None): the rows of tests/rows.py that a test covers, and what of them",
         "distinct: torch's own shares one copy among replicas of one GPU; its side needs several",
@@ -85,7 +93,11 @@ class Impl:
     name: str
     api: types.ModuleType
     home: torch.device
-    gpus: int = 1  # over which the replicas are spread
+    order: tuple = (0,)  # GPUs, over which the replicas are spread
+
+    @property
+    def gpus(self):
+        return len(set(self.order))
 
     @property
     def is_oracle(self):
@@ -97,13 +109,13 @@ class Impl:
             return list(range(n)) if self.is_oracle else ["cpu"] * n
         if self.is_oracle and 1 < self.gpus < n:
             pytest.skip(f"needs {n} GPUs: torch's own, on distinct ones")
-        return [rank % self.gpus for rank in range(n)]
+        return [self.order[rank % len(self.order)] for rank in range(n)]
 
     def device(self, rank):
         """Where replica `rank` is; the oracle's are all on the host."""
         if self.home.type == "cpu":
             return self.home
-        return torch.device("cuda", rank % self.gpus)
+        return torch.device("cuda", self.order[rank % len(self.order)])
 
     @property
     def home_id(self):
@@ -143,18 +155,19 @@ def _impl(request):
         return Impl("fastdp", fastdp, torch.device("cpu"))
     if no_cuda_reason():
         pytest.skip(no_cuda_reason())
-    if kind == "torch-cuda" and request.node.get_closest_marker("distinct"):
-        pytest.skip("needs 2 GPUs: torch's own shares one copy among replicas of one GPU")
     name, api = ("oracle", _torchs()) if kind.startswith("torch") else ("fastdp", fastdp)
-    gpus = torch.cuda.device_count() if kind.endswith("-gpus") else 1
-    return Impl(name, api, torch.device("cuda:0"), gpus)
+    order = tuple(gpu_lists.several()) if kind.endswith("-gpus") else (0,)
+    impl = Impl(name, api, torch.device("cuda", order[0]), order)
+    if impl.is_oracle and impl.gpus == 1 and request.node.get_closest_marker("distinct"):
+        pytest.skip("needs 2 GPUs: torch's own shares one copy among replicas of one GPU")
+    return impl
 
 
 def pytest_generate_tests(metafunc):
     ours, theirs = ["fastdp", "fastdp-cuda"], ["oracle"]
     if not no_cuda_reason():
         theirs.append("torch-cuda")
-        if torch.cuda.device_count() > 1:
+        if gpu_lists.are_several():
             ours.append("fastdp-gpus")
             theirs.append("torch-gpus")
     if "impl" in metafunc.fixturenames:
@@ -190,7 +203,7 @@ def means(request, monkeypatch):
     if reason:
         pytest.skip(reason)
     with engine_cases.settings(monkeypatch):
-        yield engine_cases.Means(tuple(engine_cases.LISTS[request.param]))
+        yield engine_cases.Means(tuple(engine_cases.ids_of(request.param)))
 
 
 @pytest.fixture(params=[True, False], ids=["beside", "in line"])

@@ -14,17 +14,18 @@ from torch import nn
 import fastdp
 
 SHAPES = [(1,), (3,), (17, 5), (24, 3, 5, 5), (1000,), (257, 129), (), (64, 64), (4099,)]
+# Between three or more GPUs a bucket as large as this one goes in shards, in any dtype.
+LARGE = (300_007,)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-TOTAL = sum(torch.Size(shape).numel() for shape in SHAPES)
 TRAINING_STEPS = 3
 
 
 class Weighted(nn.Module):
     """The gradient of its parameters, laid end to end, is its input."""
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, shapes=SHAPES):
         super().__init__()
-        tensors = [torch.ones(shape, dtype=dtype) for shape in SHAPES]
+        tensors = [torch.ones(shape, dtype=dtype) for shape in shapes]
         tensors[3] = tensors[3].contiguous(memory_format=torch.channels_last)
         self.weights = nn.ParameterList(tensors)
 
@@ -33,12 +34,20 @@ class Weighted(nn.Module):
         return (row * torch.cat([weight.flatten() for weight in self.weights]))[None]
 
 
-def terms(ranks, dtype, seed):
+def total_of(shapes):
+    return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def shapes_for(ids):
+    return [*SHAPES, LARGE] if len(set(ids)) > 2 else SHAPES
+
+
+def terms(ranks, dtype, seed, total=total_of(SHAPES)):
     """One row per rank, of very different sizes; half of the second takes back the first, so that
     what was rounded off is seen."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(ranks, TOTAL, dtype=torch.float64, generator=generator)
-    exponents = torch.randint(-10, 11, (ranks, TOTAL), generator=generator)
+    values = torch.randn(ranks, total, dtype=torch.float64, generator=generator)
+    exponents = torch.randint(-10, 11, (ranks, total), generator=generator)
     rows = (values * torch.exp2(exponents)).to(dtype)
     if ranks > 2:
         rows[1, ::2] = -rows[0, ::2]
@@ -56,9 +65,10 @@ def summed(rows):
 
 def wrong_sums(ids, dtype, bucket_bytes, seed):
     """The parameters whose gradients differ from the host's; none is right."""
-    rows = terms(len(ids), dtype, seed)
+    shapes = shapes_for(ids)
+    rows = terms(len(ids), dtype, seed, total_of(shapes))
     home = torch.device("cuda", ids[0]) if isinstance(ids[0], int) else torch.device(ids[0])
-    module = Weighted(dtype).to(home)
+    module = Weighted(dtype, shapes).to(home)
     dp = fastdp.DataParallel(module, device_ids=ids, bucket_bytes=bucket_bytes)
     out = dp(rows.to(home))
     out.backward(torch.ones_like(out))
@@ -80,19 +90,19 @@ def all_wrong_sums(ids, sizes=(1, 4096, 25 * 2**20), seeds=(1,)):
     return found
 
 
-def trained(module, call, place=lambda x: x):
+def trained(module, call, place=lambda x: x, rows=6):
     """Steps of whole numbers: all that they give, on the host. `call` is the module, maybe
     wrapped."""
     kept = []
     for step in range(TRAINING_STEPS):
         module.zero_grad(set_to_none=True)
-        out = call(place(ints(6, 3, seed=step)))
+        out = call(place(ints(rows, 3, seed=step)))
         out.sum().backward()
         kept += [out.detach().cpu(), *(p.grad.cpu() for p in module.parameters())]
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter -= parameter.grad.sign()
-            kept.append(call(place(ints(5, 3, seed=step + 10))).cpu())
+            kept.append(call(place(ints(rows - 1, 3, seed=step + 10))).cpu())
     return kept
 
 
@@ -101,7 +111,8 @@ def wrong_training(ids, place=None, **options):
     home = torch.device("cuda", ids[0]) if isinstance(ids[0], int) else torch.device(ids[0])
     reference, module = Net(), Net().to(home)
     dp = fastdp.DataParallel(module, device_ids=ids, **options)
-    got = trained(module, dp, place or (lambda x: x.to(home)))
-    want = trained(reference, reference)
+    rows = max(6, 2 * len(ids))  # so that all replicas run, one of them with fewer
+    got = trained(module, dp, place or (lambda x: x.to(home)), rows)
+    want = trained(reference, reference, rows=rows)
     assert len(got) == len(want)
     return [k for k, (x, y) in enumerate(zip(got, want)) if not torch.equal(x, y)]

@@ -1,5 +1,5 @@
-"""What the tests of the engines share: replicas on the host, on one GPU and on two, and pairs of
-wrappers, one recorded and one eager, that take the same steps and have to stay equal to the bit.
+"""What the tests of the engines share: replicas on the host, on one GPU and on several, and pairs
+of wrappers, one recorded and one eager, that take the same steps and have to stay equal to the bit.
 
 On the host a stand-in records (host_recorder.py). Under "auto" the trial's clock stands still, so
 that the recorded step is kept; test_engine_choice.py has clocks that move.
@@ -14,6 +14,7 @@ import fastdp
 import torch
 from conftest import no_cuda_reason
 from fastdp import captures, engines, trials
+from gpu_lists import lacking, several
 from host_recorder import HostRecorder
 from torch import nn
 
@@ -83,14 +84,16 @@ class Means:
         return self.wrap(module, engine, **options), self.wrap(twin, "eager", **options)
 
 
+def ids_of(name):
+    """Of "gpus", where there are more: three, as these tests' batches are."""
+    return several()[:3] if name == "gpus" and len(several()) > 1 else LISTS[name]
+
+
 def reason_against(name):
     """Why these means cannot be had here, or None."""
-    ids = LISTS[name]
-    if ids[0] == "cpu":
+    if LISTS[name][0] == "cpu":
         return None
-    if no_cuda_reason():
-        return no_cuda_reason()
-    return None if max(ids) < torch.cuda.device_count() else "needs 2 GPUs"
+    return no_cuda_reason() or lacking(ids_of(name))
 
 
 @contextlib.contextmanager

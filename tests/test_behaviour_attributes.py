@@ -149,14 +149,16 @@ def test_streams_and_events_of_the_caller(fast):
         return y
 
     module = Apply(forward)
-    module.stream, module.event, module.record = torch.cuda.Stream(0), torch.cuda.Event(), False
+    module.stream, module.event = torch.cuda.Stream(fast.home), torch.cuda.Event()
+    module.record = False
     dp = fast.wrap(module, 2)
     for _ in range(3):
         same(dp(ints(4, 3)), linear()(ints(4, 3)))
     if fast.gpus > 1:
         module.record = True
-        module.event.record(torch.cuda.current_stream(0))
-        with pytest.raises(RuntimeError, match="(?s)replica 1.*Not on cuda:1.*event, a Event"):
+        module.event.record(torch.cuda.current_stream(fast.home))
+        words = f"(?s)replica 1.*Not on {fast.device(1)}.*event, a Event"
+        with pytest.raises(RuntimeError, match=words):
             dp(ints(4, 3))
 
 

@@ -194,7 +194,8 @@ def test_patched_forward_numbers(impl):
     dp = impl.wrap(module, 2)
     if impl.gpus > 1:
         # The lambda holds the base's forward: no replica elsewhere can run it, and torch says why.
-        with pytest.raises(RuntimeError, match=r"(?s)in replica 1 on device (cuda:)?1\b.*cuda:0"):
+        place = rf"(cuda:)?{impl.device(1).index}\b"
+        with pytest.raises(RuntimeError, match=rf"(?s)in replica 1 on device {place}.*{impl.home}"):
             dp(x)
         return
     same(out := dp(x), 2 * linear()(x))

@@ -137,7 +137,7 @@ def test_a_buffer_that_left_the_home_device(impl):
 def test_spellings_of_device_ids(fast):
     spelled = [torch.device("cpu"), "cpu", torch.device("cpu")]
     if fast.home.type == "cuda":
-        spelled = [torch.device("cuda", 0), 0, "cuda:0"]
+        spelled = [fast.home, fast.home.index, str(fast.home)]
     for ids in (spelled, tuple(spelled)):
         dp = fast.api.DataParallel(linear().to(fast.home), ids)
         same(dp(ints(6, 3)), linear()(ints(6, 3)))

@@ -6,19 +6,18 @@ import pytest
 import torch
 from conftest import no_cuda_reason
 from cuda_sums import DTYPES, all_wrong_sums, summed, terms, wrong_training
+from gpu_lists import MANY, ON_ONE, here, need
 
-ONE_GPU = [[0, 0], [0, 0, 0], [0, 0, 0, 0, 0]]
+ONE_GPU = [[0, 0], [0, 0, 0], [0, 0, 0, 0, 0], list(ON_ONE)]
 TWO_GPUS = [[0, 1], [1, 0], [0, 1, 0, 1], [0, 1, 1], [1, 0, 0, 1, 0]]
-TRANSPORTS = {"local": ONE_GPU, "peer": ONE_GPU + TWO_GPUS, "host": ONE_GPU + TWO_GPUS}
+MORE_GPUS = [[0, 1, 2], [3, 0, 3, 1, 2], *map(list, MANY)]
+SEVERAL = TWO_GPUS + MORE_GPUS
+TRANSPORTS = {"local": ONE_GPU, "peer": ONE_GPU + SEVERAL, "host": ONE_GPU + SEVERAL}
 
 
 def gpu_test(function):
     reason = no_cuda_reason()
     return pytest.mark.gpu(pytest.mark.skipif(reason is not None, reason=str(reason))(function))
-
-
-def possible(lists):
-    return [ids for ids in lists if max(ids) < torch.cuda.device_count()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -30,24 +29,23 @@ def test_another_order_gives_other_bits(dtype):
 
 
 def test_replicas_on_the_host():
-    for n in (2, 3, 5):
+    for n in (2, 3, 5, 8):
         assert all_wrong_sums(["cpu"] * n) == {}
-    assert wrong_training(["cpu"] * 3) == []
+    for n in (3, 8):
+        assert wrong_training(["cpu"] * n) == []
 
 
 @gpu_test
-@pytest.mark.parametrize("ids", ONE_GPU + TWO_GPUS, ids=str)
+@pytest.mark.parametrize("ids", ONE_GPU + SEVERAL, ids=str)
 def test_sums_have_the_bits_of_the_host(ids):
-    if not possible([ids]):
-        pytest.skip("needs two GPUs")
+    need(ids)
     assert all_wrong_sums(ids, seeds=(1, 1, 2)) == {}
 
 
 @gpu_test
-@pytest.mark.parametrize("ids", ONE_GPU + TWO_GPUS, ids=str)
+@pytest.mark.parametrize("ids", ONE_GPU + SEVERAL, ids=str)
 def test_exact_training(ids):
-    if not possible([ids]):
-        pytest.skip("needs two GPUs")
+    need(ids)
     assert wrong_training(ids) == []
     assert wrong_training(ids, bucket_bytes=1) == []
 
@@ -57,7 +55,7 @@ def children():
     if no_cuda_reason():
         pytest.skip(no_cuda_reason())
     started = {
-        name: cuda_child.start("sums", *possible(lists), FASTDP_TRANSPORT=name)
+        name: cuda_child.start("sums", *here(lists), FASTDP_TRANSPORT=name)
         for name, lists in TRANSPORTS.items()
     }
     yield started
@@ -67,6 +65,6 @@ def children():
 @gpu_test
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_transports_give_the_same_bits(children, transport):
-    lists = possible(TRANSPORTS[transport])
+    lists = here(TRANSPORTS[transport])
     found = cuda_child.answer(children[transport])
     assert dict(zip(map(str, lists), found, strict=True)) == {str(ids): {} for ids in lists}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import no_cuda_reason
 from cuda_steps import STEPS, Steps
+from gpu_lists import EIGHT, need
 from torch import nn
 
 import fastdp
@@ -30,11 +31,9 @@ SEGMENT_BYTES = 20 * 2**20
 PACE_EVENTS = 2
 
 
-@pytest.fixture(params=[(0, 0), (0, 1)], ids=str)
+@pytest.fixture(params=[(0, 0), (0, 1), (3, 2, 1, 0), EIGHT[0]], ids=str)
 def ids(request):
-    if max(request.param) >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
-    return list(request.param)
+    return need(request.param)
 
 
 def live_events():

@@ -7,6 +7,7 @@ import torch
 from conftest import no_cuda_reason
 from cuda_calls import is_blocking
 from cuda_steps import STEPS, Steps
+from gpu_lists import EIGHT, FOUR, ON_ONE, need
 
 SLEEP_MS = 400
 
@@ -17,14 +18,14 @@ def gpu_test(function):
 
 
 WAYS = [("auto", 0, 0), ("always", 0, 1), ("always", 1, 0), ("never", 0, 1)]
+WAYS += [("auto", *ON_ONE), ("always", 3, 1), ("always", *FOUR[1]), ("always", *EIGHT[2])]
 
 
 @pytest.fixture(params=WAYS, ids=str)
 def ids(request, monkeypatch):
-    """Two replicas, moves of their parameters hidden or not."""
+    """Two replicas or more, moves of their parameters hidden or not."""
     overlap, *found = request.param
-    if max(found) >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
+    need(found)
     monkeypatch.setenv("FASTDP_OVERLAP", overlap)
     return found
 
@@ -102,6 +103,10 @@ def children():
                 started[transport, 0, 1, overlap] = cuda_child.start(
                     "blocking_calls", [0, 1], FASTDP_TRANSPORT=transport, FASTDP_OVERLAP=overlap
                 )
+    if torch.cuda.device_count() > 3:
+        started[("auto", *FOUR[1], "always")] = cuda_child.start(
+            "blocking_calls", FOUR[1], FASTDP_OVERLAP="always"
+        )
     yield started
     cuda_child.stop(started.values())
 
@@ -115,13 +120,14 @@ def children():
         ("host", 0, 1, "always"),
         ("auto", 0, 1, "never"),
         ("host", 0, 1, "never"),
+        ("auto", *FOUR[1], "always"),
     ],
     ids=str,
 )
 def test_no_call_of_cuda_waits(children, case):
     """Of torch, of fastdp, of the libraries below them."""
     if case not in children:
-        pytest.skip("needs two GPUs")
+        need([index for index in case if isinstance(index, int)])
     found = cuda_child.answer(children[case])
     if "skipped" in found:
         pytest.skip(found["skipped"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import no_cuda_reason
 from cuda_segments import Delayed, Synchronised, hook_layers, ordered
+from gpu_lists import EIGHT, need
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,14 +25,14 @@ STEPS, BATCH, WIDTH = 3, 8, 64
 
 
 WAYS = [("auto", 0, 0), ("always", 0, 1), ("always", 1, 0), ("never", 0, 1)]
+WAYS += [("always", 3, 1), ("always", 3, 2, 1, 0), ("always", *EIGHT[2]), ("never", *EIGHT[0])]
 
 
 @pytest.fixture(params=WAYS, ids=str)
 def ids(request, monkeypatch):
-    """Two replicas, moves of their parameters hidden or not."""
+    """Two replicas or more, moves of their parameters hidden or not."""
     overlap, *found = request.param
-    if max(found) >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
+    need(found)
     monkeypatch.setenv("FASTDP_OVERLAP", overlap)
     return found
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import no_cuda_reason
+from gpu_lists import PAIRS, need
 from nets import Net, exact, grads, ints, same
 from torch import nn
 
@@ -16,11 +17,9 @@ pytestmark = [
 HOLD_CYCLES = 20_000_000  # some 10 ms
 
 
-@pytest.fixture(params=[(0, 0), (0, 1), (1, 0)], ids=str)
+@pytest.fixture(params=[(0, 0), (0, 1), (1, 0), *PAIRS], ids=str)
 def ids(request):
-    if max(request.param) >= torch.cuda.device_count():
-        pytest.skip("needs 2 GPUs")
-    return list(request.param)
+    return need(request.param)
 
 
 class TableNet(nn.Module):

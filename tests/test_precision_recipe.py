@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import no_cuda_reason
 from engine_cases import Means, steps
+from gpu_lists import need
 from torch import nn
 
 HUGE = 6e4  # times itself it is infinite in float16
@@ -146,10 +147,9 @@ def test_a_monitor_takes_an_overflow_for_the_scalers_way():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(no_cuda_reason() is not None, reason=str(no_cuda_reason()))
-@pytest.mark.parametrize("ids", [[0, 0], [0, 1]], ids=str)
+@pytest.mark.parametrize("ids", [[0, 0], [0, 1], [3, 2, 1, 0]], ids=str)
 def test_norms_and_clipping_wait_for_no_gpu(ids):
-    if max(ids) >= torch.cuda.device_count():
-        pytest.skip("needs 2 GPUs")
+    need(ids)
     dp = fastdp.DataParallel(nn.Linear(64, 64).cuda(ids[0]), ids)
     dp(torch.randn(8, 64)).sum().backward()
     dp.clip_grad_norm_(1.0)

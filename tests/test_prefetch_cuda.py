@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from conftest import no_cuda_reason
+from gpu_lists import need
 from nets import same
 from torch import nn
 
@@ -22,11 +23,9 @@ HOLD_CYCLES = 20_000_000  # some 10 ms
 STEPS, BATCH, WIDTH = 8, 10, 64
 
 
-@pytest.fixture(params=[(0,), (0, 0), (0, 1), (1, 0)], ids=str)
+@pytest.fixture(params=[(0,), (0, 0), (0, 1), (1, 0), (3, 1, 2)], ids=str)
 def ids(request):
-    if max(request.param) >= torch.cuda.device_count():
-        pytest.skip("needs 2 GPUs")
-    return list(request.param)
+    return need(request.param)
 
 
 class Late(nn.Module):

@@ -116,7 +116,8 @@ def test_of_no_row():
 
 def test_a_skip_for_another_reason_is_a_failure(tmp_path):
     """The hook of conftest.py, in a run of its own."""
-    (tmp_path / "conftest.py").write_text((rows.HERE / "conftest.py").read_text())
+    for name in ("conftest.py", "gpu_lists.py"):
+        (tmp_path / name).write_text((rows.HERE / name).read_text())
     (tmp_path / "test_inner.py").write_text(INNER)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfs", str(tmp_path)],

@@ -5,6 +5,7 @@ sums are exact. The chunks' arithmetic and waits are tested without GPUs in test
 import pytest
 import torch
 from conftest import no_cuda_reason
+from gpu_lists import EIGHT, FOUR, ON_ONE, need
 
 from fastdp import comm
 
@@ -12,13 +13,14 @@ ELEMS = 12_500_003  # 50 MB of float32: three chunks
 HELD_CYCLES = 20_000_000  # some 10 ms
 
 
-@pytest.fixture(params=[(0, 0), (0, 1), (1, 0), (0, 1, 0, 1)], ids=str)
+LISTS = [(0, 0), (0, 1), (1, 0), (0, 1, 0, 1), ON_ONE, (3, 1), FOUR[1], EIGHT[0], EIGHT[2]]
+
+
+@pytest.fixture(params=LISTS, ids=str)
 def devices(request):
     if no_cuda_reason():
         pytest.skip(no_cuda_reason())
-    if max(request.param) >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
-    return [torch.device("cuda", index) for index in request.param]
+    return [torch.device("cuda", index) for index in need(request.param)]
 
 
 def numbers(rank, count=ELEMS):

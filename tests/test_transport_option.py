@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import no_cuda_reason
+from gpu_lists import PAIRS, need
 from nets import Net, grads, ints, same
 
 import fastdp
@@ -141,13 +142,11 @@ def test_a_wrapper_with_an_impossible_keyword_says_so_at_its_forward(transport):
             trained(["cpu", "cpu"], transport)
 
 
-@pytest.fixture(params=[(0, 0), (0, 1), (1, 0)], ids=str)
+@pytest.fixture(params=[(0, 0), (0, 1), (1, 0), *PAIRS], ids=str)
 def ids(request):
     if no_cuda_reason():
         pytest.skip(no_cuda_reason())
-    if max(request.param) >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
-    return list(request.param)
+    return need(request.param)
 
 
 @pytest.mark.gpu
