@@ -49,6 +49,8 @@ class CommunicationTimeoutError(_C.TimeoutError):
     """Communication of a step that was not over within the wrapper's `timeout_s`. A TimeoutError.
     The text says on which devices, and ends with the flight recorder's last operations."""
 
+    __module__ = "fastdp"  # as EngineError's
+
 
 def own_deadline() -> Optional[Deadline]:
     """That of the forward that this thread is inside of."""

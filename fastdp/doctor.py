@@ -30,6 +30,8 @@ _ROWS, _FEATURES, _CLASSES = 8, 64, 8  # rows for each replica
 class PreflightError(RuntimeError):
     """Something is wrong with the machine. `diagnosis` is what `preflight` would have given."""
 
+    __module__ = "fastdp"  # as EngineError's
+
     def __init__(self, text: str, found: "Diagnosis") -> None:
         super().__init__(text)
         self.diagnosis = found
@@ -239,11 +241,13 @@ def _lines(found: Diagnosis) -> List[Tuple[str, str]]:
 def _versions(found: Diagnosis) -> List[str]:
     lines = []
     if versions := found["versions"]:
+        newest = versions["driver_cuda"]
+        runs = f"up to {newest}" if newest else "none"
         lines = [
             f"Python {versions['python']} on {versions['system']}",
             f"torch {versions['torch']}, for CUDA: {versions['cuda'] or 'no'}",
             f"fastdp {versions['fastdp']}, for CUDA: {versions['fastdp_cuda'] or 'no'}",
-            f"CUDA that the driver runs: up to {versions['driver_cuda'] or 'none'}",
+            f"CUDA that the driver runs: {runs}",
         ]
     if driver := found["driver"]:
         count = "unknown" if driver["count"] is None else driver["count"]

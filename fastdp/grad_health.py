@@ -70,7 +70,7 @@ class GradHealth:
 
         With a GradScaler call `scaler.unscale_(optimizer)` first.
         """
-        bound = _checked_number("max_norm", max_norm)
+        bound = checked_number("max_norm", max_norm)
         if not bound >= 0:
             raise ValueError(f"max_norm is {max_norm}: it must be at least 0")
         order = _checked_order(norm_type)
@@ -233,14 +233,14 @@ def _of_one_dtype(norms: List[torch.Tensor]) -> List[torch.Tensor]:
     return [norm.to(wide) for norm in norms]
 
 
-def _checked_number(name: str, value: Any) -> float:
+def checked_number(name: str, value: Any) -> float:
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} is {value!r}: it must be a number")
     return float(value)
 
 
 def _checked_order(norm_type: Any) -> float:
-    order = math.inf if norm_type == "inf" else _checked_number("norm_type", norm_type)
+    order = math.inf if norm_type == "inf" else checked_number("norm_type", norm_type)
     if not order > 0:
         raise ValueError(f"norm_type is {norm_type!r}: it must be above 0")
     return order

@@ -16,7 +16,7 @@ import torch
 
 from . import _torch_compat
 from .attributes import is_wrapper
-from .grad_health import GradHealth
+from .grad_health import GradHealth, checked_number
 
 __all__ = ["HealthMonitor", "HealthRecord"]
 
@@ -147,7 +147,7 @@ class HealthMonitor:
             ("spike_factor", spike_factor),
             ("vanished_norm", vanished_norm),
         ):
-            if not bound >= 0:
+            if not checked_number(name, bound) >= 0:
                 raise ValueError(f"{name} is {bound}: it must be at least 0")
         self._dp = dp
         self._optimizer = optimizer

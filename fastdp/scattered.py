@@ -218,6 +218,13 @@ class Scattered:
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(_advice("cannot be iterated over"))
 
+    def _refuse(self, *others: Any) -> NoReturn:
+        raise TypeError(_advice("cannot be computed with or compared"))
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = __neg__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __xor__ = __invert__ = _refuse
+
     def gathered(self, device: Any = None) -> torch.Tensor:
         """The whole on one device: `device`, or `output_device`. New memory, unless there is but
         one slice, which lies there."""

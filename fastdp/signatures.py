@@ -31,6 +31,8 @@ class NotRecordable(Exception):
 class EngineError(RuntimeError):
     """engine="graph" was asked for, and this forward cannot be recorded. The message says why."""
 
+    __module__ = "fastdp"  # the name that a traceback shows is the one to catch it by
+
 
 def of_arguments(
     rows: Sequence[Any], named: Sequence[Any], devices: Sequence[torch.device]

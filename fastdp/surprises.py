@@ -25,6 +25,8 @@ class DataParallelWarning(UserWarning):
     To silence: `warnings.filterwarnings("ignore", category=fastdp.DataParallelWarning)`.
     """
 
+    __module__ = "fastdp"  # as EngineError's
+
 
 class Surprises:
     """What one wrapper has warned of."""

@@ -189,6 +189,8 @@ def test_the_scale_of_a_fused_step_is_no_part_of_the_norm():
         ({"window": True}, TypeError, "window is True"),
         ({"spike_norm": -1.0}, ValueError, "spike_norm is -1.0: it must be at least 0"),
         ({"vanished_norm": math.nan}, ValueError, "vanished_norm is nan"),
+        ({"spike_norm": "1e3"}, TypeError, "spike_norm is '1e3': it must be a number"),
+        ({"spike_factor": None}, TypeError, "spike_factor is None: it must be a number"),
     ],
 )
 def test_mistakes_are_named(dp, options, error, text):

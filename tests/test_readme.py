@@ -1,6 +1,7 @@
 """README.md and ARCHITECTURE.md: their code runs, and what they name exists."""
 
 import inspect
+import pickle
 import re
 from pathlib import Path
 
@@ -114,6 +115,14 @@ def test_names_in_the_package_exist(page):
         for part in name.split(".")[1:]:
             assert hasattr(thing, part), f"{page} names {name}"
             thing = getattr(thing, part)
+
+
+@pytest.mark.parametrize("name", fastdp.__all__)
+def test_errors_and_warnings_show_the_name_to_catch_them_by(name):
+    kind = getattr(fastdp, name)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        assert f"{kind.__module__}.{kind.__qualname__}" == f"fastdp.{name}"
+        assert pickle.loads(pickle.dumps(kind)) is kind
 
 
 def test_functions_have_the_arguments_of_their_namesakes():
