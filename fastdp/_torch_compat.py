@@ -79,6 +79,8 @@ SHARED = {
     "_version": "a tensor's count of writes in place",
     "_python_dispatch": "where torch keeps the class of dispatch modes",
     "_subclasses": "where torch keeps fake tensors, on which a step's memory is estimated",
+    "_native_multi_head_attention": "an operator, whose memory is estimated step by step",
+    "_transformer_encoder_layer_fwd": "an operator, whose memory is estimated step by step",
     "_is_param": "what makes isinstance(..., nn.Parameter) true of a tensor of another class",
     "_optimizer_step_pre_hooks": "an optimizer's own hooks",
     "_optimizer_step_post_hooks": "an optimizer's own hooks",

@@ -100,6 +100,9 @@ def make_fit(
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}: it must be one of {', '.join(MODES)}")
     train = mode == "train"
+    runtime = wrapper.__dict__.get("_fastdp_runtime")
+    if runtime is not None:
+        runtime.replicator.release()  # else they would count beside what takes their place
     state = {} if optimizer is None else missing_bytes(optimizer)
     devices = devices_of(wrapper)
     with forked_generators(devices):
@@ -144,7 +147,8 @@ def _taken(
         with torch.set_grad_enabled(train):
             plan = replicator.plan_for(ranks, train)
     joined = wrapper._fastdp_gather_outputs and not single
-    step = _step_of(replicator, plan, train, joined, probes)
+    in_turn = wrapper._fastdp_sequential
+    step = _step_of(replicator, plan, train, joined, in_turn, probes)
     output_device = parse_device(wrapper.output_device, "output_device")
     packed = _packed_bytes(wrapper, plan) if train else 0
     found: Bytes = {}
@@ -173,17 +177,17 @@ def _taken_directly(
     """Where the module is called with the arguments as they are."""
     device = devices_of(wrapper)[0]
     replicator = Replicator(wrapper.module, (device,), DEFAULT_BUCKET_BYTES, "zero")
-    step = _step_of(replicator, None, train, False, probes)
+    step = _step_of(replicator, None, train, False, True, probes)
     place = Place(device, [Part(0, inputs, kwargs)], False, None)
     return {device: rehearse(step, place).peak_bytes}
 
 
 def _step_of(
-    replicator: Replicator, plan: Any, train: bool, joined: bool, probes: Probes
+    replicator: Replicator, plan: Any, train: bool, joined: bool, in_turn: bool, probes: Probes
 ) -> Step:
     parameters, buffers = replicator.tensors()
     tensors, count = parameters + buffers, len(parameters)
-    return Step(replicator.dressed, plan, tensors, count, train, joined, probes)
+    return Step(replicator.dressed, plan, tensors, count, train, joined, in_turn, probes)
 
 
 def _cut(wrapper: Any, inputs: Any, kwargs: Any) -> Tuple[Sequence[Any], Sequence[Any]]:

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .cuts import find_tensors
+from .fast_paths import IN_STEPS
 from .probes import Probes, rounded
 
 
@@ -36,6 +37,10 @@ class Ledger(TorchDispatchMode):
             self._enter(tensor, False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        in_steps = IN_STEPS.get(func.overloadpacket)
+        if in_steps is not None:
+            with self:
+                return in_steps(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         made = find_tensors(result)
         probe = self._probes.look(func, args, kwargs or {}, made[0].device) if made else None

@@ -4,7 +4,7 @@ the shapes that it is to get; where that fails it is taken to take nothing."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Hashable, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Hashable, List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -52,23 +52,47 @@ class Probes:
             return constant
         key = func, _spec(args), _spec(kwargs)
         if key not in self._known:
-            self._known[key] = _run(lambda: func(*_zeros(args), **_zeros(kwargs)), device)
+            self._known[key] = _run(func, args, kwargs, device)
         return self._known[key]
 
 
-def _run(call: Callable[[], Any], device: torch.device) -> Optional[Probe]:
+def _run(func: Any, args: Any, kwargs: Any, device: torch.device) -> Optional[Probe]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     try:
         with unset_fake_temporarily():  # in the grad mode of the call, which some look at
-            call()  # libraries make their handles, and choose
-            before = ever_allocated(device)
-            results = find_tensors(call())
-            taken = ever_allocated(device) - before
+            args, kwargs = _zeros(args), _zeros(kwargs)
+            # Libraries make their handles, and choose.
+            sizes = _sizes_of(func(*args, **kwargs))
+            # A workspace is gone when the next part begins.
+            parts = _parts(func.overloadpacket, args)
+            workspace = max(_workspace(func, part, kwargs, device) for part in parts)
     except Exception:
         return None
-    sizes = tuple(result.untyped_storage().nbytes() for result in results)
-    return Probe(max(0, taken - sum(map(rounded, sizes))), sizes)
+    return Probe(workspace, sizes)
+
+
+def _workspace(func: Any, args: Any, kwargs: Any, device: torch.device) -> int:
+    before = ever_allocated(device)
+    sizes = _sizes_of(func(*args, **kwargs))
+    taken = ever_allocated(device) - before
+    return max(0, taken - sum(map(rounded, sizes)))
+
+
+def _sizes_of(results: Any) -> Tuple[int, ...]:
+    return tuple(result.untyped_storage().nbytes() for result in find_tensors(results))
+
+
+def _parts(packet: Any, args: Tuple[Any, ...]) -> List[Tuple[Any, ...]]:
+    """Arguments that make the operator do what it does one after another one by one."""
+    if packet is not torch.ops.aten.convolution_backward or not any(args[-1]):
+        return [args]
+    mask = args[-1]
+    return [
+        (*args[:-1], [k == chosen for k in range(len(mask))])
+        for chosen in range(len(mask))
+        if mask[chosen]
+    ]
 
 
 def ever_allocated(device: torch.device) -> int:

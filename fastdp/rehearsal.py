@@ -35,6 +35,7 @@ class Step(NamedTuple):
     parameter_count: int
     train: bool  # forward and backward, or forward alone
     joined: bool  # whether outputs are gathered
+    in_turn: bool  # whether the replicas run on the caller's thread, one after another
     probes: Probes
 
 
@@ -87,7 +88,12 @@ def rehearse(step: Step, place: Place) -> Taken:
 
 
 def _act(step: Step, place: Place, own: Sequence[torch.Tensor], ledger: Ledger) -> int:
-    """The order of a step: slices, copies of parameters, forwards, joined outputs, backward."""
+    """The order of a step: slices, copies of parameters, forwards, joined outputs, backward.
+
+    The engine takes the nodes with the highest numbers first, and each thread counts its own. Where
+    replicas run on threads, the first is the caller's, who counts all else that is done, too: its
+    backward comes first, and its gradients wait for those of the others. Acting it out last does
+    the same. In turn, on one thread, the last replica's backward comes first."""
     arguments = [
         (_placed(part.row, place, ledger), _placed(part.named, place, ledger))
         for part in place.parts
@@ -97,11 +103,12 @@ def _act(step: Step, place: Place, own: Sequence[torch.Tensor], ledger: Ledger) 
     moved = [list(own)] if step.plan is None else _Moves(step.plan, place).copies(own)
     replicas = _replicas(step, moved)
     outputs = []
-    for replica, (row, named) in zip(replicas, arguments):
-        outputs += tensors_of(replica(*row, **named))
+    for k in range(len(replicas)) if step.in_turn else reversed(range(len(replicas))):
+        row, named = arguments[k]
+        outputs += tensors_of(replicas[k](*row, **named))
     output_bytes = sum(map(_size_bytes, outputs))
     # Replicas are emptied before outputs are joined; a graph keeps what it needs of them.
-    del arguments, moved, replicas, replica, row, named
+    del arguments, moved, replicas, row, named
     joined = None
     if step.joined and place.outputs_bytes is not None:
         joined = _memory(output_bytes + place.outputs_bytes, place.device)
@@ -112,7 +119,8 @@ def _act(step: Step, place: Place, own: Sequence[torch.Tensor], ledger: Ledger) 
         whole_bytes = joined.numel() if isinstance(joined, torch.Tensor) else 0
         end = _Loss.apply(whole_bytes, *wanted)
         del outputs, wanted
-        end.backward(inputs=leaves)
+        with _outside_autocast(place.device):
+            end.backward(inputs=leaves)
     del joined  # not before: whoever calls the wrapper has a name for the output
     return output_bytes
 
@@ -236,6 +244,18 @@ def _settings(step: Step, device: torch.device) -> Iterator[None]:
                 torch.clear_autocast_cache()  # of fake tensors
 
 
+@contextlib.contextmanager
+def _outside_autocast(device: torch.device) -> Iterator[None]:
+    """As a step leaves autocast before its backward: what was cast of the parameters then belongs
+    to the graph alone, which lets go of it layer by layer."""
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    torch.clear_autocast_cache()
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+
 def _fakes_of(step: Step, device: torch.device) -> List[torch.Tensor]:
     """The module's tensors. On another device than the first they stand for the first's, so that
     no edge of the graph crosses devices."""
@@ -314,5 +334,7 @@ def _reason(error: BaseException) -> Optional[str]:
     while found is not None:
         if isinstance(found, kinds):
             return f"{type(found).__name__}: {found}"
+        if "NestedTensor" in str(found):  # of what a padding mask leaves
+            return "nested tensors; nn.TransformerEncoder with enable_nested_tensor=False has none"
         found = found.__cause__ or found.__context__
     return None

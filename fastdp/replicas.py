@@ -207,6 +207,10 @@ class Replicator:
         plans = self._plans.copy()
         return plans[max(plans)] if plans else None
 
+    def release(self) -> None:
+        """Lets go of gradients that were summed and are held still, as the next forward would."""
+        self._communication.release()
+
     def give_back(self, lease: Lease) -> None:
         """The end of a lease's replicas; its tokens stay. Replicas that somebody still holds are
         kept apart, and looked at again before new ones are made. A second end does nothing."""

@@ -138,17 +138,19 @@ class Reporting:
         How: the forward of each kind of replica, and its backward, run once on torch's fake
         tensors, under the caller's autocast. Counted is when each result's memory begins and ends,
         with the memory of the moves acted out beside it: slices of the arguments, copies of the
-        parameters, joined outputs, gradients until their bucket is summed, and the sums.
+        parameters, joined outputs, gradients until their bucket is summed, and the sums. The
+        backward is taken to run outside of autocast, which lets go of what it has cast.
         Convolutions (on GPUs) and recurrent layers, whose libraries take memory that no shape
         tells of, are run once each, by themselves and on zeros, to see it. On GPUs the threads of
         the step make their cuBLAS handles first, whose workspaces then count.
 
         Bound: meant to be within 10 % of torch's peak of allocated memory, of a step whose loss is
         a small function of the outputs. Not in it: a loss outside of the model that keeps tensors
-        as large as outputs; what other fused operators take while they run; what torch's allocator
-        cannot use for fragmentation, for which a tenth is left before `fits` is true. Gradients
-        that are there at the call count as kept. Replicas that share a device are taken to run one
-        after another.
+        as large as outputs; what fused operators other than torch's layers of attention take while
+        they run; what torch's allocator cannot use for fragmentation, for which a tenth is left
+        before `fits` is true. Gradients that are there at the call count as kept. Replicas that
+        share a device are taken to run one after another: where their threads overlap, what a
+        convolution takes while it runs may be there once for each.
         A step that engine "auto" or "graph" records keeps what is estimated, and its packed
         gradients, which are added.
 
