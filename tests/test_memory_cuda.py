@@ -73,48 +73,95 @@ def wrapped(model, ids, **options):
     return dp, torch.randn(shape, device=ids[0])
 
 
+def wrapped_in_turn(model, ids):
+    """How far the forwards of two replicas of one GPU overlap is chance, and with them what cuDNN
+    takes meanwhile: some GB. So they run in turn."""
+    return wrapped(model, ids, sequential=len(set(ids)) < len(ids))
+
+
+def peaks_beside(fit, ids, act, rel=0.1):
+    """Whether the peaks of act() are those of the estimate."""
+    assert fit.fits and list(fit.devices) == list(map(str, gpus_of(ids)))
+    for device in gpus_of(ids):
+        torch.cuda.reset_peak_memory_stats(device)
+    act()
+    wait(ids)
+    found = {
+        name: (row.peak_bytes, torch.cuda.max_memory_allocated(name))
+        for name, row in fit.devices.items()
+    }
+    ratios = {name: round(of / peak, 4) for name, (of, peak) in found.items()}
+    print(f"estimate to peak: {ratios}")
+    for of, peak in found.values():
+        assert of == pytest.approx(peak, rel=rel), (ratios, found)
+
+
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_training_takes_what_was_estimated(model, precision, ids):
-    dp, x = wrapped(model, ids)
+    dp, x = wrapped_in_turn(model, ids)
     optimizer = torch.optim.AdamW(dp.parameters(), fused=True)
 
     def forward():
         with torch.autocast("cuda", precision, enabled=precision != torch.float32):
             return dp(x)
 
+    def train():
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=True)
+            forward().float().square().mean().backward()
+            optimizer.step()
+
     with torch.autocast("cuda", precision, enabled=precision != torch.float32):
         fit = dp.fits(x, optimizer=optimizer)
-    assert fit.fits and list(fit.devices) == list(map(str, gpus_of(ids)))
-    for device in gpus_of(ids):
-        torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(4):
-        optimizer.zero_grad(set_to_none=True)
-        forward().float().square().mean().backward()
-        optimizer.step()
-    wait(ids)
-    for device in gpus_of(ids):
-        peak = torch.cuda.max_memory_allocated(device)
-        found = fit.devices[str(device)].peak_bytes
-        assert found == pytest.approx(peak, rel=0.1), (device, found / peak)
+    peaks_beside(fit, ids, train)
 
 
+@torch.no_grad()
+def evaluate(dp, x):
+    for _ in range(3):
+        dp(x)
+
+
+@pytest.mark.parametrize("as_one", [True, False], ids=["as one operator", "plain"])
 @pytest.mark.parametrize("model", MODELS)
-def test_evaluation_takes_what_was_estimated(model, ids):
-    if ids == [0, 0]:
-        pytest.skip("how far two replicas of one GPU overlap is chance")
-    dp, x = wrapped(model, ids)
+def test_evaluation_takes_what_was_estimated(model, as_one, ids):
+    if not as_one and model != "attention":
+        pytest.skip("needs torch's layers of attention")
+    dp, x = wrapped_in_turn(model, ids)
+    dp.eval()
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(as_one)
+    try:
+        fit = dp.fits(x, mode="eval")
+        peaks_beside(fit, ids, lambda: evaluate(dp, x))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.mark.parametrize("model", ["convolutions", "perceptron"])
+def test_evaluation_after_training_takes_what_was_estimated(model, ids):
+    """Gradients of some buckets are held until the next forward, and are gone in it."""
+    dp, x = wrapped_in_turn(model, ids)
+    for _ in range(3):
+        dp(x).sum().backward()
+    dp.zero_grad(set_to_none=True)
     dp.eval()
     fit = dp.fits(x, mode="eval")
-    for device in gpus_of(ids):
-        torch.cuda.reset_peak_memory_stats(device)
-    with torch.no_grad():
-        for _ in range(3):
-            dp(x)
-    wait(ids)
-    for device in gpus_of(ids):
-        peak = torch.cuda.max_memory_allocated(device)
-        assert fit.devices[str(device)].peak_bytes == pytest.approx(peak, rel=0.1), device
+    peaks_beside(fit, ids, lambda: evaluate(dp, x), rel=0.05 if model == "perceptron" else 0.1)
+
+
+def test_gradients_of_one_replica_wait_for_those_of_the_other():
+    """Of two on one GPU that run on threads: the whole of the first one's. Here they outweigh what
+    the forwards take."""
+    dp, x = wrapped("perceptron", [0, 0])
+
+    def train():
+        for _ in range(4):
+            dp.zero_grad(set_to_none=True)
+            dp(x).square().mean().backward()
+
+    peaks_beside(dp.fits(x), [0, 0], train, rel=0.05)
 
 
 def test_a_step_that_does_not_fit(ids):
