@@ -20,7 +20,7 @@ import functools
 import itertools
 
 import torch
-from pretended_gpus import GPUS, Stream
+from pretended_gpus import Stream
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastdp import copies, functions, moves
@@ -62,11 +62,11 @@ class Block:
 class Orders:
     def __init__(self, gpus, monkeypatch, engine="device"):
         self.engine = engine
-        self.gpus = gpus
+        self.gpus, self.devices = gpus, gpus.devices
         self.reports = []
         self.blocks = {}
         self.freed = {}  # of each pool, the accesses to what was freed
-        self._defaults = {device: Stream(f"n{device.index}", device) for device in GPUS}
+        self._defaults = {device: Stream(f"n{device.index}", device) for device in self.devices}
         for node in NODES:
             for side in ("forward", "backward"):
                 wrapped = getattr(self, f"_{side}")(getattr(node, side))
@@ -78,7 +78,7 @@ class Orders:
         monkeypatch.setattr(moves, "reduce", self._reduce(moves.reduce))
 
     def current(self, rank=0):
-        return self.gpus.current[GPUS[rank]]
+        return self.gpus.current[self.devices[rank]]
 
     def rank_of(self, tensor):
         return self._block(tensor, None).rank
@@ -230,16 +230,16 @@ class Orders:
         """The engine hands a gradient to a node that runs on the stream. `rank`: where it lies if
         the engine added it up itself."""
         block = self._block(gradient, None)
-        own = GPUS.index(stream.device)
+        own = self.devices.index(stream.device)
         # A parcel has no memory that it could be known by.
         ready = getattr(gradient, "orders_ready", None) or block.ready
         if ready is None:
             block.rank = rank
-            adds = stream if rank == own else self._defaults[GPUS[rank]]
+            adds = stream if rank == own else self._defaults[self.devices[rank]]
             if self.engine == "direct":
-                adds = Stream(f"e{len(self.gpus.streams)}", GPUS[rank])
-            for each in (*self.gpus.streams, self._defaults[GPUS[rank]]):
-                if each.device == GPUS[rank] and each.name[0] != "s":  # none of user code's
+                adds = Stream(f"e{len(self.gpus.streams)}", self.devices[rank])
+            for each in (*self.gpus.streams, self._defaults[self.devices[rank]]):
+                if each.device == self.devices[rank] and each.name[0] != "s":  # none of user code's
                     adds.merge(each.clock)
             self.write(adds, gradient, "a sum of the engine's")
             block.recorded.append(adds)
@@ -247,7 +247,7 @@ class Orders:
                 stream.merge(adds.clock)
             return
         rank = getattr(gradient, "orders_rank", block.rank)
-        default = self._defaults[GPUS[rank]]
+        default = self._defaults[self.devices[rank]]
         if self.engine in ("direct", "node") or rank == own == ready[0]:
             stream.merge(ready[1])
             block.recorded.append(stream)
@@ -272,7 +272,7 @@ class Orders:
         @functools.wraps(plain)
         def backward(ctx, *gradients):
             stream = ctx.orders_stream
-            own = GPUS.index(stream.device)
+            own = self.devices.index(stream.device)
             for index, gradient in enumerate(gradients):
                 if gradient is not None:
                     self._receive(stream, gradient, rank_of(ctx, index, own))
@@ -286,7 +286,7 @@ class Orders:
                 if isinstance(output, torch.Tensor):
                     block = self._block(output, None)
                     is_there = output.numel() == 0 or block.rank == own
-                    other = self._defaults[GPUS[block.rank]]
+                    other = self._defaults[self.devices[block.rank]]
                     maker = stream if is_there or self.engine == "node" else other
                     ready = block.ready = own, dict(maker.clock)
                     if output.numel() == 0:
@@ -354,23 +354,23 @@ class Orders:
         """act() on a side stream of the replica's device, before and after which it is waited for,
         as user code does."""
         own = self.current(rank)
-        side = Stream(f"u{len(self.gpus.streams)}", GPUS[rank])
+        side = Stream(f"u{len(self.gpus.streams)}", self.devices[rank])
         self.gpus.streams.append(side)
         side.merge(own.clock)
-        self.gpus.current[GPUS[rank]] = side
+        self.gpus.current[self.devices[rank]] = side
         try:
             return act()
         finally:
-            self.gpus.current[GPUS[rank]] = own
+            self.gpus.current[self.devices[rank]] = own
             own.merge(side.clock)
 
     def other_streams(self, count=itertools.count()):
         """Makes other streams current, as a user may; what they do on home comes after what was
         done there before."""
         number = next(count)
-        for device in GPUS:
+        for device in self.devices:
             stream = Stream(f"d{number}.{device.index}", device)
-            if device == GPUS[0]:
+            if device == self.devices[0]:
                 stream.merge(self.gpus.current[device].clock)
             self.gpus.streams.append(stream)
             self.gpus.current[device] = stream

@@ -1,7 +1,7 @@
-"""Two GPUs where there is none: tensors lie on the host, and what torch.cuda knows of streams and
-events is pretended. Nothing is ever late in it unless a test says so: a GPU that is stalled
-finishes nothing that is enqueued on it from then on, and nothing that waits for that, until it is
-resumed."""
+"""Two GPUs, or more, where there is none: tensors lie on the host, and what torch.cuda knows of
+streams and events is pretended. Nothing is ever late in it unless a test says so: a GPU that is
+stalled finishes nothing that is enqueued on it from then on, and nothing that waits for that, until
+it is resumed."""
 
 import torch
 
@@ -33,11 +33,13 @@ class Stream:
 
 
 class Gpus:
-    """Two pretended GPUs, whose compute streams are "c0" and "c1", for the replicas of a wrapper on
-    ["cpu", "cpu"]. With `hidden` parameters travel beside compute, on "s0" and "s1"."""
+    """Pretended GPUs, two unless `count` says more, whose compute streams are "c0", "c1" and so on,
+    for the replicas of a wrapper on ["cpu", "cpu"] and so on. With `hidden` parameters travel
+    beside compute, on "s0", "s1" and so on."""
 
-    def __init__(self, monkeypatch, hidden):
-        self.current = {device: Stream(f"c{device.index}", device) for device in GPUS}
+    def __init__(self, monkeypatch, hidden, count=2):
+        self.devices = [torch.device("cuda", index) for index in range(count)]
+        self.current = {device: Stream(f"c{device.index}", device) for device in self.devices}
         self.streams = list(self.current.values())
         self.records = 0
         self.stalls_at = 0  # a number of a record: the GPU stalls before it; 0: none
@@ -64,7 +66,7 @@ class Gpus:
                 gpus.streams.append(self)
 
         def current_stream(device):
-            return self.current[device if device in self.current else GPUS[0]]
+            return self.current[device if device in self.current else self.devices[0]]
 
         def set_stream(stream):
             self.current[stream.device] = stream
@@ -84,7 +86,7 @@ class Gpus:
         monkeypatch.setattr(streams, "open_peers", lambda devices: None)
         for module in (streams, runtime):
             monkeypatch.setattr(
-                module, "distinct", lambda devices: GPUS[: min(len(list(devices)), 2)]
+                module, "distinct", lambda devices: self.devices[: len(list(devices))]
             )
         monkeypatch.setattr(replicas, "is_worth_hiding", lambda *args: hidden)
         self._place(monkeypatch)
@@ -103,25 +105,25 @@ class Gpus:
     def _place(self, monkeypatch):
         """What is told of a device of the host is told of the GPU of its rank."""
         make, make_set = streams.Communication.__init__, replica_sets.ReplicaSet.__init__
-        make_plan = plans.Plan.__init__
+        make_plan, gpus = plans.Plan.__init__, self.devices
 
         def placed(communication, devices, beside=True):
             make(communication, devices, beside)
-            communication.home = GPUS[0]
+            communication.home = gpus[0]
 
         def placed_set(replica_set, tree, root, devices, *rest):
             make_set(replica_set, tree, root, devices, *rest)
-            replica_set._devices = GPUS
-            replica_set._gates = [awaited.make_gate(device) for device in GPUS]
+            replica_set._devices = gpus
+            replica_set._gates = [awaited.make_gate(device) for device in gpus]
 
         def placed_plan(plan, description, buckets, alone, count, devices, communication):
             # Which ranks land is told by GPUs, what is copied by the host's devices.
-            make_plan(plan, description, buckets, alone, count, GPUS, communication)
+            make_plan(plan, description, buckets, alone, count, gpus, communication)
             plan._devices = devices
 
         in_backward = streams.Snapshot.in_backward
         monkeypatch.setattr(
-            streams.Snapshot, "in_backward", lambda snapshot, home: in_backward(snapshot, GPUS[0])
+            streams.Snapshot, "in_backward", lambda snapshot, home: in_backward(snapshot, gpus[0])
         )
         monkeypatch.setattr(streams.Communication, "__init__", placed)
         monkeypatch.setattr(replica_sets.ReplicaSet, "__init__", placed_set)
@@ -135,4 +137,4 @@ class Gpus:
         return found
 
     def names(self):
-        return [self.current[device].name for device in GPUS]
+        return [self.current[device].name for device in self.devices]

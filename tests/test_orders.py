@@ -69,14 +69,15 @@ class Training:
         self.module = net(orders.layer())
         self.module.orders = [orders]
         options = {"bucket_bytes": 1, "sequential": True, **options}
-        self.dp = fastdp.DataParallel(self.module, ["cpu"] * 2, **options)
+        self.ranks = len(orders.devices)
+        self.dp = fastdp.DataParallel(self.module, ["cpu"] * self.ranks, **options)
         self.batch_grad = batch_grad
 
     def home(self):
         return self.orders.current()
 
     def forward(self, others=()):
-        x = torch.ones(4, WIDTH).double().requires_grad_(self.batch_grad)
+        x = torch.ones(2 * self.ranks, WIDTH).double().requires_grad_(self.batch_grad)
         self.orders.write(self.home(), x.detach(), "a batch")
         out = self.dp(x, *others)
         for each in out if isinstance(out, tuple) else (out,):
@@ -257,7 +258,7 @@ def test_replicas_by_hand(orders):
     training = Training(orders)
     dp = training.dp
     for _ in range(3):
-        x = torch.ones(4, WIDTH).double()
+        x = torch.ones(2 * training.ranks, WIDTH).double()
         orders.write(orders.current(), x, "a batch")
         rows, named = dp.scatter((x,), {}, dp.device_ids)
         replicas = dp.replicate(dp.module, dp.device_ids)
