@@ -103,3 +103,21 @@ class Breaking(nn.Module):
         x = torch.tanh(x)
         torch._dynamo.graph_break()
         return self.net(x)
+
+
+def refuses(graph, inputs):
+    raise RuntimeError("this compiler can nothing")
+
+
+def seen_graph(module, x):
+    """What torch.compile finds in a call: the graph, its inputs, and which parameter each is."""
+    found = []
+
+    def backend(graph, inputs):
+        found.append((copy.deepcopy(graph), list(inputs)))
+        return graph.forward
+
+    torch.compile(module, backend=backend, fullgraph=True, dynamic=False)(x)
+    (graph, inputs), = found
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return graph, inputs, [names.get(id(tensor)) for tensor in inputs]

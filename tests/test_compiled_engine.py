@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from compiled_cases import Breaking, Net
+from compiled_cases import Breaking, Net, refuses
 from engine_cases import SETTLED, WATCHED, Twins, noise, reasons, steps
 from fastdp import recordings
 
@@ -114,9 +114,6 @@ def test_what_does_not_fit_while_it_is_recorded_is_not_recorded(means, monkeypat
 
 
 def test_a_replica_that_cannot_be_compiled_is_recorded_all_the_same(means):
-    def refuses(graph, inputs):
-        raise RuntimeError("this compiler can nothing")
-
     twins = Recorded(means, Net(), compile={"backend": refuses})
     for seed in range(SETTLED + 2):
         twins.step(noise(means, 6, 4, seed=seed))
