@@ -232,6 +232,45 @@ def test_the_picture_has_a_line_for_each_rival(tmp_path):
         assert 0 <= float(text.get("x")) < size[0] and 0 < float(text.get("y")) < size[1]
 
 
+# What launching costs the host.
+
+
+def test_launches_are_compared_with_those_on_the_fewest_gpus(capsys):
+    import launches
+
+    spread = {"low_us": 1.0, "high_us": 9.0}
+    rows = [
+        {"way": way, "gpus": gpus, "host_us": us, **spread}
+        for way, gpus, us in (("a", 1, 2.0), ("b", 2, 5.0), ("a", 8, 16.0), ("b", 8, 5.0))
+    ]
+    launches.compare(rows)
+    assert [row["times_first"] for row in rows] == [1, 1, 8, 1]
+    launches.show(rows)
+    assert capsys.readouterr().out.splitlines()[-1].split() == "b 8 5.0 1.0 9.0 1.00".split()
+
+
+def test_launches_are_timed_on_the_host(tmp_path, capsys):
+    import launches
+
+    out = tmp_path / "out.json"
+    launches.main(["--devices", "cpu,cpu,cpu", "--rounds", "2", "--json", str(out)])
+    found = json.loads(out.read_text())["rows"]
+    ways = ["kernels, one thread", "kernels, a thread each", "moves, one thread"]
+    assert [(row["way"], row["gpus"]) for row in found] == [
+        *((way, n) for n in (1, 2, 3) for way in ways[: 3 if n > 1 else 2]),
+    ]
+    assert all(0 < row["low_us"] <= row["host_us"] <= row["high_us"] for row in found)
+    capsys.readouterr()
+    for options, words in (
+        (["--devices", "0,cpu"], "--devices: all GPUs or all cpu"),
+        (["--counts", "4"], "--counts: 4 GPUs, and --devices names 2"),
+        (["--rounds", "0"], "--rounds is 0: it must be at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            launches.parse(options)
+        assert words in capsys.readouterr().err
+
+
 # On replicas of the host.
 
 
