@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import traceback
 from typing import Any, Callable, Dict, NamedTuple
 
@@ -72,12 +73,17 @@ def _made(spec: Spec) -> Compiled:
 def _serve(spec: Spec, pipe: Any) -> None:
     """Steps that are asked for; with None, the facts. The first steps are its warm-up."""
     try:
+        began = time.monotonic()
         rival = _made(spec)
         memory = rival.warm_up(pipe.recv())
+        took = {"warm_up_s": round(time.monotonic() - began, 1)}
         pipe.send((Block(0.0, 0.0), memory))
         while True:  # until it is killed, or whom it serves is no more
             asked = pipe.recv()
-            pipe.send(rival.facts() if asked is None else (rival.block(asked), memory))
+            if asked is None:
+                pipe.send({**rival.facts(), **took})
+            else:
+                pipe.send((rival.block(asked), memory))
     except BaseException:
         with contextlib.suppress(OSError):
             pipe.send(traceback.format_exc())

@@ -23,11 +23,21 @@ Title = Tuple[str, int]
 
 
 class Kept(Contest):
-    """`note` is told the rows after each round of turns."""
+    """`note` is told the rows after each round of turns. A rival's warm-up is counted from where
+    all were sent off: it may have been over before that was looked at."""
 
     def __init__(self, *args: Any, note: Callable[[List[Dict[str, Any]]], None]) -> None:
         super().__init__(*args)
         self._note_rows = note
+        self._sent_s = 0.0
+
+    def send_off(self) -> None:
+        self._sent_s = spent_s()
+        super().send_off()
+
+    def _warm(self, name: str) -> None:
+        super()._warm(name)
+        self._warm_up_s[name] = spent_s() - self._sent_s
 
     def take_turns_until(self, ends_at: float) -> None:
         self._bounds = self._bounds._replace(ends_at=ends_at)
@@ -94,9 +104,13 @@ def take_steps(
         contest.end()
         rows = contest.rows()
         show(f"{model[0]}, {model[1]} per GPU", rows, None)
-        for bar in _tell(note, model, rows):
-            word = "holds" if bar["holds"] else "FAILS"
-            say(f"{word}: {bar['bar']} is {bar['measured']:.3f}, at most {bar['most']:.2f}")
+        say_bars(model[0], _tell(note, model, rows))
+
+
+def say_bars(name: str, found: Sequence[Dict[str, Any]]) -> None:
+    for bar in found:
+        word = "holds" if bar["holds"] else "FAILS"
+        say(f"{word}: {name}: {bar['bar']} is {bar['measured']:.3g}, at most {bar['most']:.3g}")
 
 
 def _tell(

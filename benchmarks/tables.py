@@ -19,6 +19,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import compiled_tables  # noqa: E402
 import move_tables  # noqa: E402
 import scaling_tables  # noqa: E402
 import step_tables  # noqa: E402
@@ -39,6 +40,7 @@ def render_steps(files: Sequence[Dict[str, Any]]) -> List[str]:
 # Benchmark, as its JSON names it -> the parts of its tables from all of its runs.
 RENDERERS: Dict[str, Callable[[Sequence[Dict[str, Any]]], List[str]]] = {
     "step": render_steps,
+    "compiled": compiled_tables.render,
     "comm": move_tables.render_comm,
     "input": move_tables.render_input,
     "grad_health": move_tables.render_grad_health,

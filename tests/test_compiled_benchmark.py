@@ -15,6 +15,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import compiled_contest  # noqa: E402
 import contest  # noqa: E402
+import tables  # noqa: E402
 from rivals import Block, Memory  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -39,9 +40,9 @@ def test_losses_are_told(benchmark, tmp_path, capsys):
     kept = tmp_path / "kept.json"
     benchmark.main([*GIVEN, "--part", "losses", "--json", str(kept)])
     found = json.loads(kept.read_text())["models"]["tiny:4"]["losses"]
-    assert found["holds"] and len(found["losses"]) == 4
+    assert found["bars"][0]["holds"] and len(found["losses"]) == 4
     assert all(len(each) == benchmark.LOSSES for each in found["losses"])
-    assert "holds: tiny" in capsys.readouterr().out
+    assert "holds: tiny: losses of fastdp compiled" in capsys.readouterr().out
 
 
 def test_steps_are_told_of_rivals_in_processes_of_their_own(benchmark, tmp_path):
@@ -54,6 +55,7 @@ def test_steps_are_told_of_rivals_in_processes_of_their_own(benchmark, tmp_path)
     assert all(row["step_ms"] > 0 and len(row["turns_ms"]) == 2 for row in rows.values())
     assert rows["fastdp compiled"]["compiled"]["forms"]
     assert "compiled" not in rows["one GPU, reduce-overhead"]
+    assert 0 < rows["fastdp compiled"]["warm_up_s"] < contest.spent_s()
 
 
 def test_a_process_of_its_own_tells_the_time_to_compile(benchmark, capsys):
@@ -178,3 +180,30 @@ def test_options_below_their_bound_are_named(benchmark, capsys, option):
     with pytest.raises(SystemExit):
         benchmark.parse([*GIVEN, option, "0"])
     assert f"{option} is 0" in capsys.readouterr().err
+
+
+def test_tables_join_runs_and_name_what_does_not_hold():
+    machine = {
+        "date": "2026-11-30", "cores": 32, "cpu": "a CPU", "torch": "2.11", "python": "3.12",
+        "fastdp": "0.1.0",
+    }  # fmt: skip
+    row = {"rival": "fastdp compiled", "step_ms": 3.14159}
+    bar = {"bar": "fastdp compiled by DDP compiled", "measured": 0.9, "most": 0.8, "holds": False}
+    steps = {"rows": [row, {"rival": "DDP, default", "failed": "out of memory"}], "bars": [bar]}
+    times = {"1": {"compile_s": 12.34}, "2": {"compile_s": 13.0}, "bars": [{**bar, "holds": True}]}
+    files = [
+        {"benchmark": "compiled", "command": f"python benchmarks/compiled.py --part {part}",
+         "machine": machine, "devices": ["0", "1"], "models": models}
+        for part, models in (
+            ("steps", {"mlp:64": {"steps": {"rows": []}}, "gpt2:8": {"steps": {"rows": [row]}}}),
+            ("steps", {"mlp:64": {"steps": steps}}),
+            ("time", {"mlp:64": {"time": times}}),
+        )
+    ]  # fmt: skip
+    text = tables.render(files)
+    assert "| Model (batch per GPU) | fastdp compiled | DDP, default |" in text
+    assert "| mlp (64) | 3.14 | failed |" in text and "| gpt2 (8) | 3.14 | \u2013 |" in text
+    assert "| Model (batch per GPU) | 1 replica | 2 replicas |" in text
+    assert "| mlp (64) | 12.3 | 13.0 |" in text
+    assert "1 of 2 promises hold; not: mlp (64): fastdp compiled by DDP compiled is 0.9" in text
+    assert "$ python benchmarks/compiled.py --part time" in text
