@@ -15,6 +15,10 @@ import pytest
 
 row = pytest.mark.row
 
+# An interpreter ends, or answers Ctrl-C, in a second or two; beside other work in some more. A
+# thread that holds it up holds it up for good.
+HANGS_S = 20
+
 PRELUDE = """
 import os, signal, sys, threading, time, warnings
 # A test run in the background of a shell inherits an ignored SIGINT.
@@ -90,10 +94,8 @@ def test_sigint_during_forward_ends_the_process(device, naps):
     process = start(f"dp = wrap({naps}); print('ready'); dp(x)", device)
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.5)
-    begin = time.monotonic()
     process.send_signal(signal.SIGINT)
-    code, _, err = finish(process, 20)
-    assert time.monotonic() - begin < 5
+    code, _, err = finish(process, HANGS_S)
     assert "KeyboardInterrupt" in err and code in (1, -signal.SIGINT, 130)
 
 
@@ -129,7 +131,7 @@ def test_a_process_with_idle_workers_ends(device, last):
     begin = time.monotonic()
     script = f"dp = wrap(); dp(x).sum().backward(); print(time.monotonic()); {last}"
     out = check(script, device)
-    assert time.monotonic() - float(out) < 5 and begin < float(out)
+    assert time.monotonic() - float(out) < HANGS_S and begin < float(out)
 
 
 @row("I3", why="Ctrl-C: no stuck worker threads at exit")
@@ -143,7 +145,7 @@ def test_a_process_ends_while_a_thread_is_inside_a_forward(device):
         """,
         device,
     )
-    assert time.monotonic() - float(out) < 5
+    assert time.monotonic() - float(out) < HANGS_S
 
 
 @row("H7", why="mutant: fork")
