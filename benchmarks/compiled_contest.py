@@ -68,7 +68,7 @@ def entries_of(model: Title, args: argparse.Namespace) -> Dict[str, Entry]:
         ALL: apart(OURS, n),
         "fastdp compiled, whole": apart(WHOLE, n),
     }
-    for mode in BARE if len(devices) == n > 1 and not on_host else ():
+    for mode in BARE if len(devices) == n > 1 else ():
         make = functools.partial(Distributed, name, devices, per_gpu, mode, args.port)
         args.port += 1
         facts = {"kind": "DDP compiled"}
