@@ -18,8 +18,9 @@ LABELS = {
     "resnet50-fp16": "ResNet-50, fp16 with GradScaler, channels_last",
     "resnet50-fp32": "ResNet-50, fp32, channels_last",
     "gpt2": "GPT-2 124M, bf16",
+    "gpt-causal": "GPT of that size, `is_causal=True`, bf16",
 }
-UNITS = {"gpt2": " x 512 tokens"}
+UNITS = {"gpt2": " x 512 tokens", "gpt-causal": " x 512 tokens"}
 COUNTS = {1: "one", 2: "two", 4: "four", 8: "eight"}
 ONE, TORCH, DDP, OURS = "one GPU", "torch DP", "DDP", "fastdp"
 SILENT = ", silent"
