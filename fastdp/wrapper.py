@@ -81,8 +81,9 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
             docs/failures.md. Default: None; waits on the host end at FASTDP_TIMEOUT_MS.
         compile: True, or a dictionary of torch.compile's arguments: the replicas are compiled when
             they first run; the CUDA graphs are those of `engine`. What cannot be compiled runs as
-            it is, for a reason that `report` and the log name. Default: only a module that came of
-            torch.compile. See docs/engines.md.
+            it is, for a reason that `report` and the log name, or is an error with
+            {"fullgraph": True}. Default: only a module that came of torch.compile, or whose
+            `compile` was called. See docs/engines.md.
 
     An argument in `Replicated(...)` goes whole to every replica. `call` runs another method than
     forward. What may be a mistake is a `DataParallelWarning`, once for each place.
