@@ -122,6 +122,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--processes", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--save", metavar="FILE", help="where the weights go at the end")
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # its store is another one: both would wait for ever
+        parser.error("it starts its processes itself: run it by python, without torchrun")
     return parser.parse_args()
 
 

@@ -14,6 +14,7 @@ with GPUs on all of them. The script has two parts:
 It exits with an error when either fails. Both together take about half a minute on two cores.
 """
 
+import argparse
 import sys
 
 import torch
@@ -179,4 +180,5 @@ def clear_progress() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     sys.exit(main())

@@ -113,6 +113,17 @@ def test_ddp_reduced_to_fastdp_ends_with_the_same_weights(tmp_path):
     assert largest_difference(before, after) < 1e-4  # seen: 2e-7
 
 
+def test_ddp_before_under_torchrun_says_so_at_once():
+    process = start("ddp_before.py", environment={**NO_GPU, "TORCHELASTIC_RUN_ID": "none"})
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and "run it by python, without torchrun" in err
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_each_tells_its_options(script):
+    assert f"usage: {script}" in run(script, "--help")
+
+
 def test_mixed_precision_computes_in_float16_on_every_replica():
     replicas, plain = run_both(("mixed_precision.py",), ("mixed_precision.py",), plain=True)
     for text in (replicas, plain):
