@@ -300,8 +300,10 @@ def hold_pinned(tensor: torch.Tensor, devices: Sequence[torch.device]) -> None:
     """Keeps a pinned host tensor until the copies from it, just enqueued on the current streams,
     have run: torch's allocator of pinned memory knows nothing of them."""
     global _held
+    if tensor.device.type != "cpu":
+        return
     targets = distinct(devices)
-    if not targets or tensor.device.type != "cpu" or not tensor.is_pinned():
+    if not targets or not tensor.is_pinned():
         return
     events = []
     for device in targets:
