@@ -1,5 +1,6 @@
 """Graphs of compiled replicas: cut where buckets begin, and waited for piece by piece."""
 
+import contextlib
 import threading
 import types
 import weakref
@@ -8,7 +9,7 @@ import fastdp
 import pytest
 import torch
 from compiled_cases import refuses, seen_graph
-from fastdp import _compiler_compat, compile_graphs, compile_options, compile_plain, readiness
+from fastdp import _C, _compiler_compat, compile_graphs, compile_options, compile_plain, readiness
 from fastdp.compiled import Compiled, ReplicaCall
 from pretended_gpus import Gpus
 from torch import nn
@@ -212,6 +213,37 @@ def test_replicas_that_cannot_be_compiled_wait_where_they_read(monkeypatch, cls)
     half = len(results) // 2
     torch.testing.assert_close(results[:half], results[half:], rtol=0, atol=0)
     assert logs[0] == logs[1] and logs[0]["c1"].count("s1") >= 5
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_an_uncompiled_call_dictionaries_are_those_that_the_compiler_knows(fails):
+    """With what the forward has bound anew, and also where it fails."""
+
+    class Failing(Rebinding):
+        def forward(self, x):
+            seen.append(type(self.norm._buffers))
+            x = super().forward(x)
+            if fails:
+                raise ValueError("no more")
+            return x
+
+    former = _C._use_exchange_table(False)
+    try:
+        waited, seen, module = [], [], Failing()
+        gate = _C.Gate(0, waited.append, lambda ordinal: 1)
+        gate.close(["first", "second"])
+        plan = types.SimpleNamespace(bucket_of={n: int(n > 7) for n in range(13)}, buckets=range(2))
+        where = ReplicaCall(None, weakref.ref(module), CPU, gate, plan)
+        held = [(m, m._parameters, m._buffers) for m in module.modules()]
+        x = torch.ones(3, 4, dtype=torch.float64)
+        with pytest.raises(ValueError) if fails else contextlib.nullcontext():
+            compile_plain.plainly(where, module, (x,), {})
+    finally:
+        _C._use_exchange_table(former)
+    assert seen == [_C.AwaitedDict] and waited == ["first", "second"]
+    assert all(m._parameters is one and m._buffers is two for m, one, two in held)
+    assert {type(each) for _, *two in held for each in two} == {dict}
+    assert module.norm.num_batches_tracked.item() == 2
 
 
 def test_lists_of_weights_beside_the_dictionaries_are_waited_for_at_once():
