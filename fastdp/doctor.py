@@ -36,6 +36,9 @@ class PreflightError(RuntimeError):
         super().__init__(text)
         self.diagnosis = found
 
+    def __reduce__(self) -> Tuple[Any, ...]:  # it may come from a process that a launcher started
+        return PreflightError, (str(self), self.diagnosis)
+
 
 class Diagnosis(Dict[str, Any]):
     """The facts by name, as plain values for JSON, with `findings`: dictionaries with `wrong`,
@@ -50,7 +53,7 @@ class Diagnosis(Dict[str, Any]):
         """The findings as text, or that there are none."""
         wrong = sum(finding["wrong"] for finding in self["findings"])
         if wrong:
-            lines = [f"{wrong} thing(s) wrong:" if wrong > 1 else "One thing is wrong:"]
+            lines = [f"{wrong} things are wrong:" if wrong > 1 else "One thing is wrong:"]
         else:
             lines = [f"Good: {_what_runs(self)}"]
         for finding in self["findings"]:

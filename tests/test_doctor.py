@@ -5,6 +5,7 @@ themselves then run on the machine that is there."""
 import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -318,6 +319,8 @@ def test_each_verdict(machine, name, capsys):
         with pytest.raises(fastdp.PreflightError) as error:
             fastdp.preflight()
         assert words in str(error.value) and found[0] in error.value.diagnosis["findings"]
+        other = pickle.loads(pickle.dumps(error.value))
+        assert (str(other), other.diagnosis) == (str(error.value), error.value.diagnosis)
     else:
         assert found[0] in fastdp.preflight()["findings"]
 

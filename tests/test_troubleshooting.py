@@ -187,6 +187,10 @@ def implicit(fast, context):
     return said(lambda: mean_in_forward(fast)(x(fast, 4)).backward())
 
 
+def keys(fast, context):
+    return said(lambda: fast.wrap(linear(), 2).load_state_dict(linear().state_dict()))
+
+
 def pretended(act):
     """What preflight says of a pretended machine."""
 
@@ -230,6 +234,7 @@ PROVOKED = {
     "values": values,
     "vector": vector,
     "implicit": implicit,
+    "keys": keys,
 }
 
 
