@@ -19,6 +19,7 @@ from . import diagnosis, facts
 from .devices import HOST, parse_devices
 from .diagnosis import size_text
 from .overlap import has_passed
+from .shown import Shown
 from .wrapper import DataParallel
 
 __all__ = ["Diagnosis", "PreflightError", "preflight"]
@@ -40,7 +41,7 @@ class PreflightError(RuntimeError):
         return PreflightError, (str(self), self.diagnosis)
 
 
-class Diagnosis(Dict[str, Any]):
+class Diagnosis(Shown, Dict[str, Any]):
     """The facts by name, as plain values for JSON, with `findings`: dictionaries with `wrong`,
     `about`, `text` and `advice`. Prints as text."""
 

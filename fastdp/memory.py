@@ -14,6 +14,7 @@ import torch
 from . import _C
 from .devices import HOST, parse_device, parse_devices
 from .diagnosis import size_text
+from .shown import Shown
 
 Row = Dict[str, Optional[int]]
 
@@ -30,7 +31,7 @@ _COLUMNS = (
 )
 
 
-class Memory(Dict[str, Row]):
+class Memory(Shown, Dict[str, Row]):
     """By device, such as "cuda:0" or "cpu": a dictionary of bytes. Prints as a table.
 
     - `parameters`: the module's own parameters and buffers.

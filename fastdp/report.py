@@ -10,13 +10,14 @@ from .buckets import find_transport
 from .compile_report import compile_lines, compile_report
 from .devices import parse_devices
 from .memory import Memory, make_memory
+from .shown import Shown
 from .traces import Trace
 
 if TYPE_CHECKING:
     from .fits import Fit
 
 
-class Report(Dict[str, Any]):
+class Report(Shown, Dict[str, Any]):
     """Keys: `devices` (one str per replica), `engine` (as asked for), `transport` (name and reason;
     no name where the one asked for cannot join the devices; None with fewer than two replicas),
     `buckets` (of parameters and buffers, as they travelled with most replicas: one dictionary with

@@ -170,3 +170,16 @@ def test_a_recording_holds_what_it_says(means):
     graphs = {device: row["graphs"] for device, row in dp.memory().items()}
     assert sum(graphs.values()) == dp.report()["forwards"][0]["bytes"] > 0
     assert graphs[str(means.home)] > 0
+
+
+def test_notebooks_show_what_print_shows():
+    """IPython calls this method of an object whose class has it."""
+
+    class Printer(list):
+        text = list.append
+
+    dp = fastdp.DataParallel(nn.Linear(3, 2), ["cpu", "cpu"])
+    for thing in (dp.report(), dp.memory(), fastdp.preflight(["cpu", "cpu"])):
+        printer = Printer()
+        thing._repr_pretty_(printer, False)
+        assert printer == [str(thing)] and isinstance(thing, dict)
