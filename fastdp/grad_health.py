@@ -13,6 +13,7 @@ import torch
 
 from . import _torch_compat
 from .flat_gradients import joined
+from .options import flag
 from .witness import Witness
 
 __all__ = ["GradHealth", "NonFinite"]
@@ -108,7 +109,7 @@ class GradHealth:
         Args:
             on: False ends it, and forgets what was seen.
         """
-        self.__dict__["_fastdp_witness"] = witness = Witness() if on else None
+        self.__dict__["_fastdp_witness"] = witness = Witness() if flag("on", on) else None
         if self.device_ids:
             self._fastdp_get_runtime().replicator.watch(witness)
 

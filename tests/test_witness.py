@@ -114,3 +114,10 @@ def test_a_replica_that_is_alone(ids):
     assert dp.nonfinite().replicas == ()
     dp.module.first.bias.grad[0] = math.nan
     assert dp.nonfinite().replicas == (0,)
+
+
+def test_on_is_a_flag():
+    dp = fastdp.DataParallel(Net(), ["cpu", "cpu"])
+    with pytest.raises(TypeError, match="on is 'no': it must be True or False"):
+        dp.watch_replicas("no")
+    assert dp.nonfinite().replicas is None
