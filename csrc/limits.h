@@ -64,6 +64,13 @@
 #define FDP_PEER_DIRECT_BYTES (INT64_C(16) << 20)
 #endif
 
+/* Up to this size each of three or more GPUs pulls the shards of a bucket by one kernel, for the
+ * same reasons: by copy engines n GPUs make (n - 1)^2 copies of it. Not measured: no machine had
+ * three. */
+#ifndef FDP_PEER_GATHERED_BYTES
+#define FDP_PEER_GATHERED_BYTES (INT64_C(16) << 20)
+#endif
+
 /* Chunk in which a larger bucket passes between two GPUs (peer_leads.h), and how many there are at
  * most: each costs the host some launches. */
 #ifndef FDP_PEER_CHUNK_BYTES

@@ -103,6 +103,34 @@ done:
   return status;
 }
 
+/* Pieces of a bucket into the target's memory: by one launch, which reads all peers at once, or, of
+ * a large bucket, by a copy for each. */
+static fdp_status pull_pieces(const peer_broadcast *work, const fdp_endpoint *target, void *flat,
+                              const fdp_segment *pieces, int32_t piece_count) {
+  fdp_status status = FDP_OK;
+  if (work->size_bytes <= FDP_PEER_GATHERED_BYTES) {
+    return target->device->ops->pack(target->device, target->stream, flat, pieces, piece_count);
+  }
+  for (int32_t k = 0; k < piece_count; ++k) {
+    FDP_TRY(copy_bytes(target, (char *)flat + pieces[k].offset_bytes, pieces[k].tensor,
+                       pieces[k].size_bytes));
+  }
+done:
+  return status;
+}
+
+/* The bucket from all shards. Of two devices none starts with the same. */
+static fdp_status pull_whole(const peer_broadcast *work, int32_t i, fdp_buffer *const *shards,
+                             const int64_t *begins) {
+  int32_t index = work->leads.indices[i], count = work->leads.count;
+  fdp_segment pieces[FDP_MAX_REPLICAS];
+  for (int32_t step = 0; step < count; ++step) {
+    int32_t k = (i + step) % count;
+    pieces[step] = (fdp_segment){shards[k]->data, begins[k], begins[k + 1] - begins[k]};
+  }
+  return pull_pieces(work, &work->targets[index], work->flats[index], pieces, count);
+}
+
 /* Every device pulls its shard from home into scratch; when all have theirs, each pulls the others'
  * from there. Events fan in and out through the hub, a lane on home's device: home's own stream
  * would be held up. No stream waits for another's reads of its flat, since nobody reads a flat. */
@@ -119,21 +147,14 @@ static fdp_status pull_shards(peer_broadcast *work, const fdp_endpoint *hub) {
     const fdp_endpoint *target = &targets[leads->indices[i]];
     int64_t size_bytes = begins[i + 1] - begins[i];
     FDP_TRY(fdp_pool_take_deep(target->pool, size_bytes, fdp_endpoint_ref(target), &shards[i]));
-    FDP_TRY(copy_bytes(target, shards[i]->data, (char *)work->scratch->data + begins[i],
-                       size_bytes));
+    fdp_segment own = {(char *)work->scratch->data + begins[i], 0, size_bytes};
+    FDP_TRY(pull_pieces(work, target, shards[i]->data, &own, 1));
     FDP_TRY(fdp_endpoint_after(target, hub));
   }
   for (int32_t i = 0; i < leads->count; ++i) {
     FDP_TRY(fdp_endpoint_after(hub, &targets[leads->indices[i]]));
   }
-  for (int32_t i = 0; i < leads->count; ++i) {
-    int32_t index = leads->indices[i];
-    for (int32_t step = 0; step < leads->count; ++step) { /* no two start with the same shard */
-      int32_t k = (i + step) % leads->count;
-      FDP_TRY(copy_bytes(&targets[index], (char *)work->flats[index] + begins[k],
-                         shards[k]->data, begins[k + 1] - begins[k]));
-    }
-  }
+  for (int32_t i = 0; i < leads->count; ++i) FDP_TRY(pull_whole(work, i, shards, begins));
   for (int32_t i = 0; i < leads->count; ++i) {
     FDP_TRY(fdp_endpoint_after(&targets[leads->indices[i]], hub));
   }
