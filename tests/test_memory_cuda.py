@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from conftest import no_cuda_reason
+from gpu_lists import need
 from torch import nn
 
 import fastdp
@@ -19,11 +20,9 @@ pytestmark = [
 MIB, GIB = 2**20, 2**30
 
 
-@pytest.fixture(params=[(0,), (0, 0), (0, 1)], ids=str)
+@pytest.fixture(params=[(0,), (0, 0), (0, 1), (0, 1, 2, 3)], ids=str)
 def ids(request):
-    if max(request.param) >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
-    return list(request.param)
+    return need(request.param)
 
 
 @pytest.fixture(autouse=True)
