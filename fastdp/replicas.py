@@ -209,7 +209,7 @@ class Replicator:
 
     def release(self) -> None:
         """Lets go of gradients that were summed and are held still, as the next forward would."""
-        self._communication.release()
+        self._communication.release_reads()
 
     def give_back(self, lease: Lease) -> None:
         """The end of a lease's replicas; its tokens stay. Replicas that somebody still holds are

@@ -203,7 +203,7 @@ class Communication:
             used = list(self._used.values())
         for stream in used:
             wait_for(self._streams[self.devices.index(stream.device)], stream)
-        self.release()
+        self.release_reads()
         return compute
 
     def current(self) -> ContextManager[Any]:
@@ -280,9 +280,9 @@ class Communication:
             held = [gradient.detach() for gradient in gradients if gradient is not None]
         with self._lock:
             self._retiring.append((reads, held))
-        self.release(_MAX_RETIRING)
+        self.release_reads(_MAX_RETIRING)
 
-    def release(self, keep: int = 0) -> None:
+    def release_reads(self, keep: int = 0) -> None:
         """Gradients that were read go back, but those of the last `keep` buckets."""
         with self._lock:
             count = len(self._retiring) - keep
