@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def script(monkeypatch):
     place = importlib.util.spec_from_file_location("bench_compiled", BENCHMARKS / "compiled.py")
     module = importlib.util.module_from_spec(place)
     place.loader.exec_module(module)
@@ -36,19 +36,19 @@ GIVEN = ["--devices", "cpu,cpu", "--models", "tiny", "--rounds", "2", "--seconds
 GIVEN += ["--warmup", "2", "--backend", "aot_eager"]
 
 
-def test_losses_are_told(benchmark, tmp_path, capsys):
+def test_losses_are_told(script, tmp_path, capsys):
     kept = tmp_path / "kept.json"
-    benchmark.main([*GIVEN, "--part", "losses", "--json", str(kept)])
+    script.main([*GIVEN, "--part", "losses", "--json", str(kept)])
     found = json.loads(kept.read_text())["models"]["tiny:4"]["losses"]
     assert found["bars"][0]["holds"] and len(found["losses"]) == 4
-    assert all(len(each) == benchmark.LOSSES for each in found["losses"])
+    assert all(len(each) == script.LOSSES for each in found["losses"])
     assert "holds: tiny: losses of fastdp compiled" in capsys.readouterr().out
 
 
-def test_steps_are_told_of_rivals_in_processes_of_their_own(benchmark, tmp_path):
+def test_steps_are_told_of_rivals_in_processes_of_their_own(script, tmp_path):
     kept = tmp_path / "kept.json"
     only = "one GPU, reduce-overhead;fastdp compiled;fastdp compiled, whole"
-    benchmark.main([*GIVEN, "--part", "steps", "--only", only, "--json", str(kept)])
+    script.main([*GIVEN, "--part", "steps", "--only", only, "--json", str(kept)])
     found = json.loads(kept.read_text())["models"]["tiny:4"]["steps"]
     rows = {row["rival"]: row for row in found["rows"]}
     assert ";".join(rows) == only
@@ -58,8 +58,8 @@ def test_steps_are_told_of_rivals_in_processes_of_their_own(benchmark, tmp_path)
     assert 0 < rows["fastdp compiled"]["warm_up_s"] < contest.spent_s()
 
 
-def test_a_process_of_its_own_tells_the_time_to_compile(benchmark, capsys):
-    benchmark.main([*GIVEN, "--part", "child"])
+def test_a_process_of_its_own_tells_the_time_to_compile(script, capsys):
+    script.main([*GIVEN, "--part", "child"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0 < found["compile_s"] <= found["first_steps_s"]
     assert found["forms"][0]["kind"] == "one size"
@@ -156,29 +156,29 @@ def test_who_is_not_warm_in_time_is_left_out_and_turns_have_their_share(taken):
     assert len(rows["in time"]["turns_ms"]) == 3
 
 
-def test_after_the_limit_nothing_begins_and_shares_grow(benchmark, monkeypatch, tmp_path, capsys):
+def test_after_the_limit_nothing_begins_and_shares_grow(script, monkeypatch, tmp_path, capsys):
     clock, seen = [0.0], []
-    monkeypatch.setattr(benchmark, "spent_s", lambda: clock[0])
+    monkeypatch.setattr(script, "spent_s", lambda: clock[0])
 
     def take(models, ends_at, args, note):
         seen.append((models, ends_at - clock[0]))
         note(models[0], {"rows": []})
         clock[0] += 10.0 if len(seen) == 1 else 85.0
 
-    monkeypatch.setattr(benchmark, "take_steps", take)
+    monkeypatch.setattr(script, "take_steps", take)
     kept = tmp_path / "kept.json"
     models = "tiny:1,tiny:2,tiny:3,tiny:4,tiny:5"
     given = [*GIVEN, "--part", "steps", "--limit", "100", "--together", "2", "--models", models]
-    benchmark.main([*given, "--json", str(kept)])
+    script.main([*given, "--json", str(kept)])
     assert seen == [([("tiny", 1), ("tiny", 2)], 100 / 3), ([("tiny", 3), ("tiny", 4)], 45.0)]
     assert "steps of tiny:5: left out, 100 s are over" in capsys.readouterr().out
     assert set(json.loads(kept.read_text())["models"]) == {"tiny:1", "tiny:3"}
 
 
 @pytest.mark.parametrize("option", ["--limit", "--together", "--rounds", "--warmup"])
-def test_options_below_their_bound_are_named(benchmark, capsys, option):
+def test_options_below_their_bound_are_named(script, capsys, option):
     with pytest.raises(SystemExit):
-        benchmark.parse([*GIVEN, option, "0"])
+        script.parse([*GIVEN, option, "0"])
     assert f"{option} is 0" in capsys.readouterr().err
 
 

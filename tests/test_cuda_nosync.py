@@ -66,10 +66,11 @@ def test_a_step_returns_while_the_gpus_are_held_up(ids, name, cycles_per_ms):
             steps.take(name)
         steps.wait()
     events = put_to_sleep(steps.devices, cycles)
-    for k in range(3):
+    # A GPU queues some 1,000 launches; with more the next one waits, whoever makes it.
+    for k in range(3 if ids.count(ids[0]) <= 2 else 1):
         steps.take(name)
         for device, event in zip(steps.devices, events):
-            assert not event.query(), f"step {k} of three returned after {device} was done"
+            assert not event.query(), f"step {k} returned after {device} was done"
     steps.wait()
     assert all(event.query() for event in events)
 
