@@ -138,7 +138,7 @@ def test_spellings_of_device_ids(fast):
     spelled = [torch.device("cpu"), "cpu", torch.device("cpu")]
     if fast.home.type == "cuda":
         spelled = [fast.home, fast.home.index, str(fast.home)]
-    for ids in (spelled, tuple(spelled)):
+    for ids in (spelled, tuple(spelled), iter(spelled)):
         dp = fast.api.DataParallel(linear().to(fast.home), ids)
         same(dp(ints(6, 3)), linear()(ints(6, 3)))
         assert len(dp.device_ids) == 3

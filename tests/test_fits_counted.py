@@ -51,8 +51,9 @@ def test_gradients_of_one_replica_wait_for_those_of_the_other(sequential):
     assert (peak > 1.8 * size_bytes) == (not sequential)
 
 
-@pytest.mark.parametrize("ids", [None, ["cpu"]], ids=["no list", "one"])
-def test_what_autocast_has_cast_goes_with_the_graph(ids):
+@pytest.mark.parametrize("ids", [[], ["cpu"]], ids=["no list", "one"])
+def test_what_autocast_has_cast_goes_with_the_graph(ids, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where [] is no error
     dp, x = fastdp.DataParallel(perceptron(), ids), torch.randn(4, WIDTH)
     found = []
     for keeps in (True, False):
@@ -78,7 +79,7 @@ def test_what_is_used_twice_is_cast_once():
         def forward(self, x):
             return super().forward(super().forward(x))
 
-    dp, x = fastdp.DataParallel(Twice(300, 300)), torch.randn(4, 300)
+    dp, x = fastdp.DataParallel(Twice(300, 300), ["cpu"]), torch.randn(4, 300)
     with torch.autocast("cpu", torch.bfloat16):
         cached = step_bytes(dp.fits(x))
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
@@ -103,8 +104,8 @@ class Attention(nn.MultiheadAttention):
         return super().forward(x, x, x, key_padding_mask=mask, **self.options)
 
 
-def encoder(**options):
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, batch_first=True, **options)
+def encoder(dim_feedforward=4 * WIDTH, **options):
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, dim_feedforward, batch_first=True, **options)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
@@ -120,6 +121,8 @@ class Masked(nn.Module):
 LAYERS = {
     "encoder": lambda: encoder(),
     "norm first": lambda: encoder(norm_first=True, activation="gelu"),
+    "wide": lambda: encoder(dim_feedforward=16 * WIDTH),
+    "wide norm first": lambda: encoder(dim_feedforward=16 * WIDTH, norm_first=True),
     "no weights": lambda: Attention(need_weights=False),
     "weights": lambda: Attention(),
     "weights of each head": lambda: Attention(average_attn_weights=False),
@@ -148,15 +151,17 @@ def test_attention_in_evaluation_takes_what_was_estimated(name, as_one, ran):
     dp, x = fastdp.DataParallel(LAYERS[name](), ["cpu"]), torch.randn(BATCH, LENGTH, WIDTH)
     mask = [torch.arange(LENGTH).expand(BATCH, LENGTH) > 40] if "masked" in name else []
     dp.eval()
-    before = torch.backends.mha.get_fastpath_enabled()
+    before = torch.backends.mha.get_fastpath_enabled(), torch.get_num_threads()
     torch.backends.mha.set_fastpath_enabled(as_one)
+    torch.set_num_threads(1)  # each has a workspace
     try:
         with torch.no_grad():
             fit = dp.fits(x, *mask, mode="eval")
             dp(x, *mask)
             peak, _ = host_peak(lambda: dp(x, *mask))
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        torch.backends.mha.set_fastpath_enabled(before[0])
+        torch.set_num_threads(before[1])
     assert bool(ran) == as_one
     # The plain way's own attention on the host has a workspace that is small beside the rest.
     assert step_bytes(fit) == pytest.approx(peak, rel=0.02 if as_one else 0.1)
@@ -198,6 +203,38 @@ def test_attention_that_is_fused(monkeypatch):
     monkeypatch.setattr(fast_paths, "_has_fused", lambda device: True)
     fused, (output, weights) = counted(attend, *shapes)
     assert output.shape == shapes[0] and weights is None and fused == 5 * UNIT
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_attention_in_steps_gives_what_the_operator_gives(need_weights, average):
+    layer, x = Attention(), torch.randn(BATCH, LENGTH, WIDTH)
+    given = x, x, x, WIDTH, HEADS, layer.in_proj_weight, layer.in_proj_bias
+    given += layer.out_proj.weight, layer.out_proj.bias, None, need_weights, average
+    with torch.no_grad():
+        made = torch._native_multi_head_attention(*given), fast_paths.attention(*given)
+    shapes = [[None if part is None else part.shape for part in each] for each in made]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize(
+    "width, masked, need_weights",
+    [(WIDTH, True, False), (WIDTH, False, True), (60, False, False)],
+    ids=["masked", "weights", "odd width"],
+)
+def test_attention_that_cannot_be_fused(width, masked, need_weights, monkeypatch):
+    """Where the kernels are there that take no mask, give no weights and want eights."""
+    monkeypatch.setattr(fast_paths, "_has_fused", lambda device: True)
+
+    def attend(x, packed, bias, out, out_bias):
+        mask = torch.empty(LENGTH, LENGTH) if masked else None
+        return torch._native_multi_head_attention(
+            x, x, x, width, HEADS, packed, bias, out, out_bias, mask, need_weights
+        )
+
+    shapes = [(BATCH, LENGTH, width), (3 * width, width), (3 * width,), (width, width), (width,)]
+    unit = BATCH * LENGTH * width * 4
+    assert counted(attend, *shapes)[0] >= 3 * unit + SCORES
 
 
 def test_an_encoder_layer_that_is_fused(monkeypatch):
