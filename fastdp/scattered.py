@@ -221,9 +221,19 @@ class Scattered:
     def _refuse(self, *others: Any) -> NoReturn:
         raise TypeError(_advice("cannot be computed with or compared"))
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
-    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = __neg__ = __abs__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __xor__ = __invert__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __pos__ = __neg__ = __abs__ = __invert__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __contains__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+    def __eq__(self, other: Any) -> Any:
+        """With a tensor it would be False, whatever is in both; anything else it is not."""
+        if isinstance(other, torch.Tensor):
+            self._refuse()
+        return NotImplemented
+
+    __hash__ = object.__hash__
 
     def gathered(self, device: Any = None) -> torch.Tensor:
         """The whole on one device: `device`, or `output_device`. New memory, unless there is but

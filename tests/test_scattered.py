@@ -245,14 +245,29 @@ def test_copies_and_layouts():
         lambda cut: cut / 255,
         lambda cut: ints(5, 3) * cut,
         lambda cut: cut @ ints(3, 2),
+        lambda cut: ints(2, 5) @ cut,
+        lambda cut: 2**cut,
+        lambda cut: 1 in cut,
         lambda cut: -cut,
         lambda cut: cut > 0,
+        lambda cut: cut == ints(5, 3),
+        lambda cut: ints(5, 3) == cut,
+        lambda cut: ints(5, 3) != cut,
     ],
-    ids="mean view T index iterate function sum loss plus minus over times at neg above".split(),
+    ids=(
+        "mean view T index iterate function sum loss plus minus over times at behind power in neg "
+        "above equal alike unlike"
+    ).split(),
 )
 def test_all_else_says_what_to_do(act):
     with pytest.raises((AttributeError, TypeError), match=r"a fastdp.Scattered .* gathered\(\)"):
         act(scattered(ints(5, 3), [2, 3]))
+
+
+def test_it_is_itself_and_nothing_else():
+    one, other = scattered(ints(5, 3), [2, 3]), scattered(ints(5, 3), [2, 3])
+    assert one == one and one != other and one != 1 and one is not None
+    assert one in [None, 1, other, one] and len({one, other, one}) == 2
 
 
 def test_dimensions_that_it_does_not_have():
