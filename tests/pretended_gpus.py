@@ -3,11 +3,20 @@ streams and events is pretended. Nothing is ever late in it unless a test says s
 stalled finishes nothing that is enqueued on it from then on, and nothing that waits for that, until
 it is resumed."""
 
+import pytest
 import torch
 
 from fastdp import awaited, backwards, plans, recordings, replica_sets, replicas, runtime, streams
 
 GPUS = [torch.device("cuda", index) for index in range(2)]
+
+
+def can_pretend(count=2):
+    """A mark: a torch that was built for CUDA asks the driver for each GPU that it is told of."""
+    return pytest.mark.skipif(
+        torch.backends.cuda.is_built() and torch.cuda.device_count() < count,
+        reason=f"needs {count} GPUs, or a torch without CUDA: this one asks the driver for them",
+    )
 
 
 class Stream:

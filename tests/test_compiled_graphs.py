@@ -11,17 +11,14 @@ import torch
 from compiled_cases import refuses, seen_graph
 from fastdp import _C, _compiler_compat, compile_graphs, compile_options, compile_plain, readiness
 from fastdp.compiled import Compiled, ReplicaCall
-from pretended_gpus import Gpus
+from pretended_gpus import Gpus, can_pretend
 from torch import nn
 
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.slow
 
-needs_pretence = pytest.mark.skipif(
-    torch.backends.cuda.is_built() and not torch.cuda.is_available(),
-    reason="needs GPUs, or a torch without CUDA: this one asks the driver that is not there",
-)
+needs_pretence = can_pretend()
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from engine_cases import Recorder
 from nets import Net, ints
-from pretended_gpus import GPUS, Gpus
+from pretended_gpus import GPUS, Gpus, can_pretend
 from torch import nn
 
 import fastdp
@@ -23,10 +23,7 @@ from fastdp import _C, deadlines
 from fastdp.buckets import Bucket
 from fastdp.recordings import Recording
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.cuda.is_built() and not torch.cuda.is_available(),
-    reason="needs GPUs, or a torch without CUDA: this one asks the driver that is not there",
-)
+pytestmark = can_pretend()
 
 TIMEOUT_S = 0.15
 DEADLINE_S = 5  # of everything here, as in test_faults.py

@@ -10,16 +10,13 @@ import weakref
 import pytest
 import torch
 from orders import Orders
-from pretended_gpus import GPUS
+from pretended_gpus import GPUS, can_pretend
 from torch import nn
 
 import fastdp
 from fastdp import streams
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.cuda.is_built() and not torch.cuda.is_available(),
-    reason="needs GPUs, or a torch without CUDA: this one asks the driver that is not there",
-)
+pytestmark = can_pretend()
 
 WIDTH, LAYERS = 4, 5
 

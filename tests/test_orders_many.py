@@ -2,10 +2,9 @@
 test_orders.py, whose steps run here over eight replicas, and how many waits they make."""
 
 import pytest
-import test_orders
 import torch
 from orders import Orders
-from pretended_gpus import Gpus
+from pretended_gpus import Gpus, can_pretend
 from test_orders import (  # noqa: F401
     Training,
     test_an_argument_for_all_that_is_differentiated_twice,
@@ -25,8 +24,8 @@ from torch import nn
 import fastdp
 from fastdp import backwards, recordings, streams
 
-pytestmark = test_orders.pytestmark
 COUNT = 8
+pytestmark = can_pretend(COUNT)
 
 
 @pytest.fixture

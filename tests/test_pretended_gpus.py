@@ -4,16 +4,13 @@ several devices have. (On real GPUs the order itself is proved, test_cuda_order.
 
 import pytest
 import torch
-from pretended_gpus import Gpus
+from pretended_gpus import Gpus, can_pretend
 from torch import nn
 
 import fastdp
 from fastdp import functions
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.cuda.is_built() and not torch.cuda.is_available(),
-    reason="needs GPUs, or a torch without CUDA: this one asks the driver that is not there",
-)
+pytestmark = can_pretend()
 
 
 class Net(nn.Module):
