@@ -1,6 +1,6 @@
 """A GPT of GPT-2's size, written out: attention is one call of `scaled_dot_product_attention` with
-`is_causal=True`, where transformers' GPT-2 hands it a mask. Weights of the embedding and of the last
-layer are tied; the loss is computed inside."""
+`is_causal=True`, where transformers' GPT-2 hands it a mask. Weights of the embedding and of the
+last layer are tied; the loss is computed inside."""
 
 from __future__ import annotations
 

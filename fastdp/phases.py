@@ -2,9 +2,9 @@
 where `torch.autograd.profiler.emit_nvtx` is on. Nothing is made while no profiler listens.
 
 Names: "DataParallel.forward", "fastdp: scatter", "fastdp: replicate", "fastdp: parallel_apply",
-"fastdp: gather", "fastdp: replica 0", "fastdp: broadcast of bucket 0", "fastdp: reduce of bucket
-0", "fastdp: replay of forwards", "fastdp: replay of backwards". A range on the host lasts until its
-call returns: what it enqueued on a GPU is another row of the trace.
+"fastdp: gather", "fastdp: replica 0", "fastdp: broadcast of bucket 0",
+"fastdp: reduce of bucket 0", "fastdp: replay of forwards", "fastdp: replay of backwards". A range
+on the host lasts until its call returns: what it enqueued on a GPU is another row of the trace.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Training without the interpreter's lock: some steps of three replicas on threads, with a deadline,
-beside the same steps of the plain module. For a free-threaded Python, built as
+"""Training without the interpreter's lock: some steps of three replicas on threads, with a
+deadline, beside the same steps of the plain module. For a free-threaded Python, built as
 tests/free_threading.py says:
 
     PYTHON_GIL=0 PYTHONPATH=. python tests/free_training.py
@@ -56,8 +56,8 @@ def main():
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
     lock = "on" if has_lock else "off"
     print(
-        f"{steps} steps, {REPLICAS} replicas, lock {lock}: loss {losses[0]:.4f} to {losses[-1]:.4f}, "
-        f"largest difference of a weight from plain training {difference:.1e}"
+        f"{steps} steps, {REPLICAS} replicas, lock {lock}: loss {losses[0]:.4f} to "
+        f"{losses[-1]:.4f}, largest difference of a weight from plain training {difference:.1e}"
     )
     return not difference < LARGEST_DIFFERENCE or losses[-1] != losses[-1]
 
