@@ -4,57 +4,21 @@ the same steps, and a count of what was compiled."""
 import copy
 
 import torch
-from engine_cases import identical
+from engine_cases import Pair
 from torch import nn
 
 
-class Twins:
-    """A compiled wrapper and one that is not, of equal modules, in step. Sums are in double
-    precision, where compiling may change their order but little."""
+class Twins(Pair):
+    """A compiled wrapper and one that is not. Sums are in double precision, where compiling may
+    change their order but little."""
 
     def __init__(self, fast, module, n=2, compile=None, lr=1e-2, atol=1e-12, **options):
-        self.atol = atol
         module = module.double()
         self.plain = fast.wrap(copy.deepcopy(module), n)
         asked = {"backend": "aot_eager"} if compile is None else compile
         self.compiled = fast.wrap(module, n, compile=asked, **options)
-        self.both = self.compiled, self.plain
-        self.optimizers = [torch.optim.SGD(dp.parameters(), lr, momentum=0.9) for dp in self.both]
+        super().__init__((self.compiled, self.plain), lr, atol=atol)
         self.home = fast.home
-
-    def step(self, *inputs, loss=lambda output: output.square().sum(), **kwargs):
-        outputs = []
-        for dp, optimizer in zip(self.both, self.optimizers):
-            optimizer.zero_grad()
-            outputs.append(dp(*inputs, **kwargs))
-            loss(outputs[-1]).backward()
-        identical(outputs[0], outputs[1], self.atol)
-        self.check_gradients()
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.check_state()
-        return outputs[0]
-
-    def look(self, *inputs, **kwargs):
-        with torch.no_grad():
-            outputs = [dp(*inputs, **kwargs) for dp in self.both]
-        identical(outputs[0], outputs[1], self.atol)
-        self.check_state()
-        return outputs[0]
-
-    def each(self, act):
-        for dp in self.both:
-            act(dp.module)
-
-    def check_gradients(self):
-        wanted = dict(self.plain.module.named_parameters())
-        for name, parameter in self.compiled.module.named_parameters():
-            identical(parameter.grad, wanted[name.removeprefix("_orig_mod.")].grad, self.atol)
-
-    def check_state(self):
-        wanted = dict(self.plain.module.state_dict())
-        for name, tensor in self.compiled.module.state_dict().items():
-            identical(tensor, wanted[name.removeprefix("_orig_mod.")], self.atol)
 
     def rows(self, count=6, width=4, seed=0):
         generator = torch.Generator().manual_seed(seed)

@@ -169,19 +169,24 @@ def identical(got, want, atol=0.0):
         assert got == want
 
 
-class Twins:
-    """A recorded wrapper and an eager one of an equal module, in step."""
+def plain(name):
+    """The name of a tensor in a module, without what torch.compile(module) puts before it."""
+    return name.removeprefix("_orig_mod.")
 
-    def __init__(self, means, module, engine="graph", lr=1e-2, optimizer=True, atol=0.0, **options):
-        self.atol = atol
-        self.recorded, self.eager = self.both = means.twins(module, engine, **options)
+
+class Pair:
+    """Two wrappers of equal modules, in step: `both`, of which the first is looked at and the other
+    says what is right."""
+
+    def __init__(self, both, lr=1e-2, optimizer=True, atol=0.0):
+        self.both, self.atol = both, atol
         self.optimizers = [
             torch.optim.SGD(dp.parameters(), lr, momentum=0.9) if optimizer else None
-            for dp in self.both
+            for dp in both
         ]
 
     def step(self, *inputs, loss=squares, **kwargs):
-        """One training step of both; the recorded one's output."""
+        """One training step of both; the first one's output."""
         outputs = []
         for dp, optimizer in zip(self.both, self.optimizers):
             if optimizer is not None:
@@ -213,12 +218,26 @@ class Twins:
         identical(got, want, self.atol)
 
     def check_gradients(self):
-        wanted = dict(self.eager.module.named_parameters())
-        for name, parameter in self.recorded.module.named_parameters():
-            identical(parameter.grad, wanted[name].grad, self.atol)
+        got, want = (
+            {plain(name): parameter.grad for name, parameter in dp.module.named_parameters()}
+            for dp in self.both
+        )
+        identical(got, want, self.atol)
 
     def check_state(self):
-        identical(dict(self.recorded.state_dict()), dict(self.eager.state_dict()), self.atol)
+        got, want = (
+            {plain(name): held for name, held in dp.module.state_dict().items()}
+            for dp in self.both
+        )
+        identical(got, want, self.atol)
+
+
+class Twins(Pair):
+    """A recorded wrapper and an eager one of an equal module."""
+
+    def __init__(self, means, module, engine="graph", lr=1e-2, optimizer=True, atol=0.0, **options):
+        self.recorded, self.eager = both = means.twins(module, engine, **options)
+        super().__init__(both, lr, optimizer, atol)
 
     def ran(self, **counts):
         """The recorded wrapper's steps by engine were exactly these, and the eager one's eager."""

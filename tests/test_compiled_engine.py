@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from compiled_cases import Breaking, Net, refuses
-from engine_cases import SETTLED, WATCHED, Twins, noise, reasons, steps
+from engine_cases import SETTLED, WATCHED, Pair, noise, reasons, steps
 from fastdp import recordings
 
 pytestmark = pytest.mark.slow
@@ -21,17 +21,15 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-class Recorded(Twins):
-    """Twins of which the recorded one is compiled."""
+class Recorded(Pair):
+    """A compiled wrapper whose steps are recorded, and an eager one."""
 
     def __init__(self, means, module, engine="auto", compile=BACKEND, lr=1e-2):
-        self.atol = 1e-10
         module = module.double()
         twin = copy.deepcopy(module)
         self.recorded = means.wrap(module, engine, compile=compile)
         self.eager = means.wrap(twin, "eager")
-        self.both = self.recorded, self.eager
-        self.optimizers = [torch.optim.SGD(dp.parameters(), lr, momentum=0.9) for dp in self.both]
+        super().__init__((self.recorded, self.eager), lr, atol=1e-10)
 
     @property
     def count(self):
