@@ -124,6 +124,11 @@ def test_the_current_stream_is_looked_up_anew_and_made_once(monkeypatch):
     assert streams.current_stream(GPUS[0]) is first
     assert streams.current_stream(GPUS[1]) is other
     assert made == [(GPUS[0], 0), (GPUS[1], 0), (GPUS[0], 7)]
+    # Streams of other libraries come and go: those that were current are not kept for ever.
+    monkeypatch.setattr(streams, "_MAX_KNOWN", 5)
+    for handles[1] in range(100, 112):
+        streams.current_stream(GPUS[1])
+    assert len(made) == 3 + 12 and len(streams._known) <= 5
 
 
 def test_the_table_of_the_core_knows_it():
