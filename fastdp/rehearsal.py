@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import traceback
+from pathlib import Path
 from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -333,8 +335,21 @@ def _reason(error: BaseException) -> Optional[str]:
     found: Optional[BaseException] = error
     while found is not None:
         if isinstance(found, kinds):
-            return f"{type(found).__name__}: {found}"
+            return f"{type(found).__name__}: {found}{_asker(found)}"
         if "NestedTensor" in str(found):  # of what a padding mask leaves
             return "nested tensors; nn.TransformerEncoder with enable_nested_tensor=False has none"
         found = found.__cause__ or found.__context__
     return None
+
+
+def _asker(error: BaseException) -> str:
+    """Whose line it was: the last one outside of what carries operators out."""
+    asked = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        name = frame.f_globals.get("__name__", "")
+        if name == Ledger.__module__:
+            break
+        if not name.startswith(("torch._compile", "torch._dynamo")):
+            code = frame.f_code
+            asked = f", in {code.co_name} of {Path(code.co_filename).name}, line {number}"
+    return asked

@@ -331,8 +331,15 @@ def test_optimizers_that_cannot_be_foreseen():
 
 @pytest.mark.parametrize("ids", [REPLICAS[0], REPLICAS[2]])
 def test_forwards_that_want_values(ids):
-    dp = fastdp.DataParallel(Apply(lambda self, x: self.lin(x) * x.sum().item()), ids)
-    words = "cannot run without the values of tensors.*run a step, and read dp.memory()"
+    def forward(self, x):
+        return self.lin(x) * x.sum().item()
+
+    dp = fastdp.DataParallel(Apply(forward), ids)
+    line = forward.__code__.co_firstlineno + 1
+    words = (
+        r"cannot run without the values of tensors.*\(DataDependentOutputException: .*, in forward "
+        rf"of test_fits\.py, line {line}\): run a step, and read dp\.memory\(\)"
+    )
     with pytest.raises(RuntimeError, match=words):
         dp.fits(torch.ones(4, 3).double())
     assert dp(torch.ones(4, 3).double()).shape == (4, 2)

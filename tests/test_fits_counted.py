@@ -178,6 +178,16 @@ def test_nested_tensors_have_sizes_that_are_values():
         dp.fits(x, mask, mode="eval")
 
 
+def test_a_mask_that_is_looked_at_is_told():
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    dp, x = fastdp.DataParallel(model, ["cpu"] * 2), torch.ones(4, 3, 8)
+    mask = fastdp.Replicated(nn.Transformer.generate_square_subsequent_mask(3))
+    with pytest.raises(RuntimeError, match="in _detect_is_causal_mask of transformer.py, line"):
+        dp.fits(x, mask=mask)
+    assert dp.fits(x, mask=mask, is_causal=True)
+
+
 def counted(call, *shapes):
     """The most that call(*tensors) takes beside its arguments."""
     with FakeTensorMode(), torch.no_grad():
