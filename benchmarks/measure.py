@@ -180,11 +180,14 @@ def machine() -> Dict[str, Any]:
 
 
 def machine_of(devices: Sequence[Any]) -> Dict[str, Any]:
-    """With the GPUs among some devices: torch's, "cpu", or the numbers of GPUs."""
+    """With the GPUs among some devices: torch's, "cpu", or the numbers of GPUs. Ends the program
+    where there are none."""
     import torch
 
     where = machine()
-    if torch.device(devices[0]).type == "cuda":
+    if isinstance(devices[0], int) or torch.device(devices[0]).type == "cuda":
+        if not torch.cuda.is_available():
+            raise SystemExit("there is no GPU here: cpu,cpu in their place tries the script")
         where["gpu"] = torch.cuda.get_device_name(devices[0])
         where["cuda"] = torch.version.cuda
         where["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

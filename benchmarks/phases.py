@@ -30,7 +30,7 @@ from torch import nn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from measure import machine, machine_line  # noqa: E402
+from measure import machine_line, machine_of  # noqa: E402
 from models import MODELS, Model  # noqa: E402
 
 import fastdp  # noqa: E402
@@ -214,6 +214,7 @@ def main() -> int:
         torch.device("cuda", int(word)) if word.isdecimal() else torch.device(word)
         for word in options.devices.split(",")
     ]
+    where = machine_of(devices)
     if all(device.type == "cpu" for device in devices):
         torch.set_num_threads(1)  # the host's own work is what is looked at
     results = {
@@ -222,9 +223,9 @@ def main() -> int:
     }
     if options.json:
         found = {n: {"fastdp_us": r[0], "bare_us": r[1]} for n, r in results.items()}
-        print(json.dumps({"machine": machine(), "steps": options.steps, "models": found}, indent=1))
+        print(json.dumps({"machine": where, "steps": options.steps, "models": found}, indent=1))
         return 0
-    print(machine_line(machine()))
+    print(machine_line(where))
     for name, (ours, bare, text) in results.items():
         print(f"\n{table(name, ours, bare)}\n{text}", end="")
     return 0

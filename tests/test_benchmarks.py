@@ -81,6 +81,14 @@ def test_grad_health_measures_beside_torch():
     ]
 
 
+@pytest.mark.parametrize("devices", [[0, 1], [torch.device("cuda:0")], ["cuda:1"]], ids=str)
+def test_gpus_that_are_not_there_end_the_program(monkeypatch, devices):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="there is no GPU here: cpu,cpu in their place"):
+        measure.machine_of(devices)
+    assert "gpu" not in measure.machine_of(["cpu", "cpu"])
+
+
 def test_repeats_must_be_one_or_more():
     done = run("host_cost.py", "--repeats", "0")
     assert done.returncode == 2
