@@ -126,8 +126,10 @@ def is_compiled_module(module: Any) -> bool:
 
 
 def is_compiled_in_place(module: Any) -> bool:
-    """Whether somebody has called `module.compile()`."""
-    return getattr(module, "__dict__", {}).get("_compiled_call_impl") is not None
+    """Whether somebody has called `module.compile()`. Where torch.compile is switched off it leaves
+    the plain call there."""
+    call = getattr(module, "__dict__", {}).get("_compiled_call_impl")
+    return call is not None and call != module._call_impl
 
 
 def of_compiled_module(module: Any) -> Optional[CompileOptions]:

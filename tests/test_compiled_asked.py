@@ -169,6 +169,17 @@ def test_parts_that_were_compiled_run_uncompiled_in_replicas_and_are_named(fast,
     assert f"not compiled: {reason}" in report and "compiled   with" not in report
 
 
+@pytest.mark.parametrize("part", ["", "first"], ids=["whole", "part"])
+def test_what_was_compiled_with_the_compiler_off_is_as_any_other(fast, caplog, part):
+    caplog.set_level(logging.WARNING, "fastdp")
+    module = Net()
+    module.get_submodule(part).compile(disable=True)
+    dp = fast.wrap(module.double(), 2)
+    x = torch.ones(6, 4, dtype=torch.float64)
+    torch.testing.assert_close(dp(x), module(x))
+    assert dp.report()["compiled"] is None and said(caplog) == []
+
+
 def test_parts_that_were_compiled_are_compiled_with_the_whole(fast, caplog):
     caplog.set_level(logging.WARNING, "fastdp")
     twins = Twins(fast, Net())
