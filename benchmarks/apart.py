@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 import traceback
-from typing import Any, Callable, Dict, NamedTuple
+from typing import Any, Callable, Dict, List, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
@@ -100,6 +100,9 @@ class Apart(Distributed):
         theirs.close()  # so that a process that dies is seen as one
         self._pipes, self._processes = [ours], [process]
         self._is_warming = False
+
+    def _named(self, ranks: List[int]) -> str:
+        return "its process"
 
     def facts(self) -> Dict[str, Any]:
         self._pipes[0].send(None)

@@ -36,7 +36,7 @@ from torch.nn.parallel import comm as torch_comm
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from clocks import Clock, HostClock, Timing  # noqa: E402
-from measure import keep, machine_of  # noqa: E402
+from measure import keep, machine_of, reason_of  # noqa: E402
 
 from fastdp import _C, comm  # noqa: E402
 
@@ -69,7 +69,7 @@ def race(job: Job, clock: Any, rounds: int) -> List[Dict[str, Any]]:
             plans[way] = calls, 2e-3 * calls * first.host_us + 0.3
             timings[way] = []
         except (RuntimeError, ValueError, NotImplementedError, MemoryError) as error:
-            failed[way] = str(error).strip().splitlines()[0][:160]
+            failed[way] = reason_of(error, 0)
     for _ in range(rounds):
         for way, (calls, held_ms) in plans.items():
             timings[way].append(clock.time(job.ways[way], calls, held_ms))

@@ -12,6 +12,7 @@ import traceback
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
+from measure import reason_of
 from rivals import COMPILED, Block
 
 OURS, ONE, SILENT = "fastdp", "one GPU", ", silent"
@@ -141,7 +142,7 @@ class Contest:
                 act(name)
         except Exception as error:
             traceback.print_exc()
-            self.failed[name] = str(error).strip().splitlines()[-1][:200] or type(error).__name__
+            self.failed[name] = reason_of(error)
             say(f"{self._title}: {name} failed: {self.failed[name]}")
         if name in self.failed:  # outside of the except, whose traceback holds on to tensors
             rival = self._rivals.pop(name, None)

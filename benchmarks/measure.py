@@ -203,6 +203,12 @@ def keep(path: Optional[str], found: Dict[str, Any]) -> None:
         os.replace(path + ".part", path)
 
 
+def reason_of(error: BaseException, line: int = -1) -> str:
+    """What failed, in a line of its text; an error that has no text is named."""
+    lines = str(error).strip().splitlines()
+    return lines[line][:200] if lines else type(error).__name__
+
+
 def _cpu_model() -> str:
     try:
         with open("/proc/cpuinfo") as file:

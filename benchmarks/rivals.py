@@ -272,6 +272,10 @@ class Distributed:
             self._pipes.append(ours)
             self._processes.append(process)
 
+    def _named(self, ranks: List[int]) -> str:
+        """Of whom an error speaks."""
+        return f"DDP's rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
     def _answers(self, answer_s: float) -> List[Any]:
         """Of all processes, in the order of their ranks. The first error ends the wait: the others
         may hang in a collective without the one that has failed."""
@@ -282,15 +286,16 @@ class Distributed:
             waited_s = max(0.0, ends_at - time.monotonic())
             ready = connection.wait([self._pipes[rank] for rank in missing], waited_s)
             if not ready:
-                raise RuntimeError(f"DDP's ranks {missing} did not answer in {answer_s:.0f} s")
+                who = self._named(missing)
+                raise RuntimeError(f"{who} did not answer in {answer_s:.0f} s")
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    raise RuntimeError(f"DDP's rank {rank} has died") from None
+                    raise RuntimeError(f"{self._named([rank])} has died") from None
                 if isinstance(answers[rank], str):
-                    raise RuntimeError(f"DDP's rank {rank}: {answers[rank]}")
+                    raise RuntimeError(f"{self._named([rank])}: {answers[rank]}")
         return [answers[rank] for rank in range(len(self._pipes))]
 
     def _ask(self, steps: int) -> None:

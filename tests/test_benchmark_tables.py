@@ -13,8 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import apart  # noqa: E402
 import contest  # noqa: E402
 import markdown  # noqa: E402
+import measure  # noqa: E402
 import plot  # noqa: E402
 import rivals  # noqa: E402
 import step  # noqa: E402
@@ -132,6 +134,12 @@ def test_a_rival_that_fails_leaves_the_others_in(call, capsys):
     assert "known: bad failed: the last line" in capsys.readouterr().out
 
 
+def test_a_rival_that_fails_without_a_word_leaves_the_others_in():
+    rows = hold(known_contest(bad=Known(1.0, {1: AssertionError()}), good=Known(2.0)))
+    assert rows["bad"]["failed"] == "AssertionError" and len(rows["good"]["turns_ms"]) == 3
+    assert measure.reason_of(ValueError("first\nlast\n"), 0) == "first"
+
+
 def test_a_contest_over_its_limit_ends_after_a_round():
     rows = hold(known_contest(ends_at=-1.0, one=Known(1.0), other=Known(2.0)))
     assert [len(rows[name]["turns_ms"]) for name in ("one", "other")] == [1, 1]
@@ -198,12 +206,19 @@ def test_the_first_error_of_a_process_ends_the_wait():
     with pytest.raises(RuntimeError, match="DDP's rank 1: Traceback\nValueError: no"):
         ddp.warm_up(3, 60.0)
     silent = Pretended()
-    with pytest.raises(RuntimeError, match=r"DDP's ranks \[0, 1\] did not answer in 0 s"):
+    with pytest.raises(RuntimeError, match="DDP's ranks 0, 1 did not answer in 0 s"):
         silent.warm_up(3, 0.01)
     dead = Pretended()
     dead.theirs[0].close()
     with pytest.raises(RuntimeError, match="DDP's rank 0 has died"):
         dead.block(3)
+
+    class Alone(Pretended, apart.Apart):
+        pass
+
+    alone = Alone()
+    with pytest.raises(RuntimeError, match="^its process did not answer in 0 s"):
+        alone.warm_up(3, 0.01)
 
 
 def test_a_run_goes_on_in_a_new_process_without_a_rival_that_never_comes_back(tmp_path):
