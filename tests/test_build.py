@@ -294,3 +294,12 @@ print(json.dumps([fastdp.__file__, fastdp.build_info(), dp.module.bias.grad.toli
     assert Path(where) == tmp_path / "site" / "fastdp" / "__init__.py"
     assert (info["cuda"], info["commit"]) == (False, "")
     assert gradient == [4, 4]
+
+
+def test_no_file_with_waits_is_unknown_to_the_mutants(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "build_tools"))
+    import python_mutation
+
+    assert python_mutation.unlisted() == []
+    monkeypatch.setattr(python_mutation, "GPU_ONLY", ("captures.py",))
+    assert {"backwards.py", "staging.py"} <= set(python_mutation.unlisted())

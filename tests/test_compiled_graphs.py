@@ -9,7 +9,15 @@ import fastdp
 import pytest
 import torch
 from compiled_cases import refuses, seen_graph
-from fastdp import _C, _compiler_compat, compile_graphs, compile_options, compile_plain, readiness
+from fastdp import (
+    _C,
+    _compiler_compat,
+    compile_graphs,
+    compile_options,
+    compile_plain,
+    compiled,
+    readiness,
+)
 from fastdp.compiled import Compiled, ReplicaCall
 from pretended_gpus import Gpus, can_pretend
 from torch import nn
@@ -241,6 +249,43 @@ def test_after_an_uncompiled_call_dictionaries_are_those_that_the_compiler_knows
     assert all(m._parameters is one and m._buffers is two for m, one, two in held)
     assert {type(each) for _, *two in held for each in two} == {dict}
     assert module.norm.num_batches_tracked.item() == 2
+
+
+class Broken(Deep):
+    def forward(self, x):
+        x = self.layers[0](x)
+        torch._dynamo.graph_break()
+        return self.layers[1](x)
+
+
+@pytest.mark.parametrize(
+    "kind, cls", [("any size", Deep), ("breaks", Broken)], ids=["any size", "breaks"]
+)
+def test_all_tensors_are_waited_for_where_graphs_have_no_pieces(monkeypatch, kind, cls):
+    """And before buffers are kept for a compilation that may fail."""
+    log, module = [], cls()
+
+    def noted(graph, inputs):
+        return lambda *args: log.append("runs") or graph.forward(*args)
+
+    class Kept(compiled.State):
+        def __init__(self, *args):
+            log.append("kept")
+            super().__init__(*args)
+
+    monkeypatch.setattr(compiled, "State", Kept)
+    asked = {"backend": noted, "dynamic": True if kind == "any size" else None}
+    owner = Compiled(compile_options.parse(asked), [CPU])
+    plan = types.SimpleNamespace(bucket_of={}, buckets=range(3))
+    gate = types.SimpleNamespace(wait_for=log.append)
+    where = ReplicaCall(owner, weakref.ref(module), CPU, gate, plan)
+    x = torch.ones(3, 4, dtype=torch.float64)
+    where(x)
+    assert log[:2] == [2, "kept"]
+    assert [form["kind"] for form in owner.report()["forms"]] == [kind]
+    log.clear()
+    where(x)
+    assert log in ([2, "runs"], [2, "runs", "runs"])
 
 
 def test_lists_of_weights_beside_the_dictionaries_are_waited_for_at_once():
