@@ -71,8 +71,8 @@ FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
     "compile_graphs.py": (("tests/test_compiled_graphs.py",), ("wait",)),
     "compile_plain.py": (("tests/test_compiled_graphs.py",), ("wait",)),
     "workers.py": (
-        ("tests/test_behaviour_threads.py", "tests/test_pace.py", "tests/test_faults.py",
-         "tests/test_interrupts.py"),
+        ("tests/test_workers.py", "tests/test_behaviour_threads.py", "tests/test_pace.py",
+         "tests/test_faults.py", "tests/test_interrupts.py"),
         ("put", "take", "wait", "give_up", "close"),
     ),
 }
