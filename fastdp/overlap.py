@@ -44,8 +44,12 @@ def is_worth_hiding(
 def _bytes_per_s(devices: Tuple[torch.device, ...], transport: Optional[str]) -> Optional[float]:
     """How fast one tensor comes from the first to all others; None if it cannot be measured now."""
     rate = _rates.get((devices, transport))
-    if rate is None and not torch.cuda.is_current_stream_capturing():
+    if rate is not None or torch.cuda.is_current_stream_capturing():
+        return rate
+    try:
         rate = _rates[devices, transport] = measured_bytes_per_s(devices, transport)
+    except (torch.cuda.OutOfMemoryError, MemoryError):
+        return None  # a step may fit where this does not
     return rate
 
 

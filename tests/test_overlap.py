@@ -53,6 +53,20 @@ def test_nothing_is_measured_while_a_graph_is_captured(rates, monkeypatch):
     assert not overlap.is_worth_hiding(tensors(2), GPUS, None)
 
 
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, MemoryError])
+def test_a_gpu_that_is_full_is_measured_later(rates, monkeypatch, error):
+    plain = overlap.measured_bytes_per_s
+
+    def full(devices, transport):
+        raise error("no room for the probe")
+
+    monkeypatch.setattr(overlap, "measured_bytes_per_s", full)
+    assert overlap.is_worth_hiding(tensors(2), GPUS[:2], None)
+    monkeypatch.setattr(overlap, "measured_bytes_per_s", plain)
+    assert not overlap.is_worth_hiding(tensors(2), GPUS[:2], None)
+    assert rates == {(GPUS[:2], None): 1}
+
+
 @pytest.mark.parametrize("devices", [(HOST, HOST), (GPUS[0], GPUS[0]), GPUS[:1]], ids=str)
 @pytest.mark.parametrize("wish", ["auto", "always", "never"])
 def test_on_one_device_there_is_nothing_to_hide(rates, monkeypatch, devices, wish):
