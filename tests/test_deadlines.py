@@ -153,7 +153,8 @@ def test_every_event_of_a_step_stalls_in_turn(gpus):
         gpus.resume()
         assert is_right(step(dp)) and is_right(step(dp))
         assert dp._fastdp_runtime.leases() == []
-    assert census(dp) == kept
+    found = census(dp)  # what earlier tests had left may have gone meanwhile
+    assert all(now <= then for now, then in zip(found, kept, strict=True)), (found, kept)
     print(f"{count} events of a step stalled")
 
 
