@@ -167,7 +167,7 @@ def test_an_error_in_the_last_replica_leaves_all_usable(ids):
     for _ in range(10):
         dp(ranked(len(ids)))
     after = sum(each.name.startswith("fastdp-replica-") for each in threading.enumerate())
-    assert after == kept
+    assert after <= kept  # those of earlier tests may end meanwhile
 
 
 def test_batches_are_prefetched(ids):
