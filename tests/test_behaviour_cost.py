@@ -112,14 +112,14 @@ def test_the_second_call_makes_nothing_new(fast):
     module = Apply(lambda s, x: seen.append((id(s), threading.get_ident())) or s.lin(x))
     before = threading.active_count()
     dp = fast.wrap(module, 3)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     dp(ints(6, 3)).sum().backward()
     threads, first = threading.active_count(), set(seen)
     assert threads <= before + 2
     for _ in range(3):
         seen.clear()
         dp(ints(6, 3)).sum().backward()
-        assert set(seen) == first and threading.active_count() == threads
+        assert set(seen) == first and threading.active_count() <= threads
 
 
 @row("J4")

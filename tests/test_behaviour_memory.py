@@ -270,7 +270,7 @@ def test_functional_form_holds_no_module(fast):
 def test_construction_starts_nothing(fast):
     before = threading.active_count()
     dp = fast.wrap(Net(), 4)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     dp(ints(8, 3))
     assert threading.active_count() <= before + 3
 

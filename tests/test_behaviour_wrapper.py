@@ -174,7 +174,7 @@ def test_one_device_calls_the_module_itself(impl):
     module = Apply(lambda s, x: seen.append((s, threading.get_ident())) or s.lin(x))
     before = threading.active_count()
     same(impl.wrap(module, 1)(ints(4, 3)), linear()(ints(4, 3)))
-    assert seen == [(module, threading.get_ident())] and threading.active_count() == before
+    assert seen == [(module, threading.get_ident())] and threading.active_count() <= before
 
 
 def test_options_are_keyword_only_and_checked(fast):
