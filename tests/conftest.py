@@ -220,6 +220,14 @@ def gpus(monkeypatch, hidden):
     return pretended_gpus.Gpus(monkeypatch, hidden)
 
 
+@pytest.fixture
+def fresh_compiler():
+    """Nothing is compiled when the test begins, nor when it has ended."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -15,14 +15,7 @@ from fastdp.compile_calls import Arguments
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
 
 def test_steps_are_those_of_plain_replicas_and_compiled_once(fast):

@@ -11,14 +11,7 @@ import torch
 from compiled_cases import Net, Twins, count_for, refuses
 from torch import nn
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,9 @@ from compiled_cases import Breaking, Net, refuses
 from engine_cases import SETTLED, WATCHED, Pair, noise, reasons, steps
 from fastdp import recordings
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
 BACKEND = {"backend": "aot_eager"}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Recorded(Pair):

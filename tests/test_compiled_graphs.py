@@ -24,16 +24,9 @@ from torch import nn
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
 needs_pretence = can_pretend()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Deep(nn.Module):

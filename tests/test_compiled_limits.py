@@ -7,14 +7,7 @@ from compiled_cases import Net, Twins, count_for
 from fastdp import compiled
 from torch import nn
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
 
 def test_a_new_length_each_step_does_not_compile_for_ever(fast):

@@ -14,14 +14,7 @@ from torch import nn
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
 
 class Positions(nn.Module):

@@ -1,5 +1,5 @@
-"""A replica's thread that fails where no replica runs: before its first job, idle, with a job that it
-has not begun. Nobody waits for ever, and the next call has a thread again."""
+"""A replica's thread that fails where no replica runs: before its first job, idle, with a job that
+it has not begun. Nobody waits for ever, and the next call has a thread again."""
 
 import threading
 
