@@ -10,7 +10,7 @@ and ends with the same weights, up to rounding.
 
 import argparse
 import os
-import socket
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,12 @@ SEED = 0
 
 def main() -> None:
     args = parse_arguments()
-    # 1. A launcher. It needs a free port, by which the processes find each other.
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ["MASTER_PORT"] = str(free_port())
-    mp.spawn(worker, args=(args,), nprocs=args.processes)
+    # 1. A launcher. It needs a place where the processes find each other: a file, or a port.
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, args=(args, f"file://{folder}/store"), nprocs=args.processes)
 
 
-def worker(rank: int, args: argparse.Namespace) -> None:
+def worker(rank: int, args: argparse.Namespace, store: str) -> None:
     # 2. A process group, and a device for each process.
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", rank) if gpus else torch.device("cpu")
@@ -42,7 +41,8 @@ def worker(rank: int, args: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if gpus else "gloo", rank=rank, world_size=args.processes)
+    backend = "nccl" if gpus else "gloo"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=args.processes)
     try:
         train(rank, device, args)
     finally:
@@ -109,12 +109,6 @@ def make_model() -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(128, 10),
     )
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def parse_arguments() -> argparse.Namespace:

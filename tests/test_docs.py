@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 
 import fastdp
+import gloo
 import oracle
 import pytest
 import torch
@@ -62,25 +63,13 @@ def run_alone(tmp_path, code, *before, **environment):
         [sys.executable, *before, str(script)], capture_output=True, text=True, timeout=120,
         env={**os.environ, **NO_GPU, **environment},
     )  # fmt: skip
-    assert done.returncode == 0 or GLOO_AT_EXIT in done.stderr, done.stdout + done.stderr
+    assert done.returncode == 0 or gloo.AT_EXIT in done.stderr, done.stdout + done.stderr
     return done.stdout
 
 
-# torch's own gloo threads now and then abort a process that has done its work and printed it.
-GLOO_AT_EXIT = "terminate called without an active exception"
-
-
 def torchrun(tmp_path, code):
-    two = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1")
-    return run_alone(tmp_path, code, *two, f"--master-port={free_port()}")
-
-
-def free_port():
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    two = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    return run_alone(tmp_path, code, *two)
 
 
 # The page's code.

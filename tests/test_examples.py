@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gloo
 import pytest
 import torch
 from conftest import no_cuda_reason
@@ -42,14 +43,18 @@ def start(script, *arguments, environment=NO_GPU, plain=False):
 
 def finish(process, code=0):
     """The standard output of a script, which must end with this exit code."""
+    out, err = wait_for(process)
+    assert process.returncode == code, f"{process.args}\n{out}\n{err}"
+    return out
+
+
+def wait_for(process):
     try:
-        out, err = process.communicate(timeout=120)
+        return process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
         pytest.fail(f"{process.args}: no end\n{out}\n{err}")
-    assert process.returncode == code, f"{process.args}\n{out}\n{err}"
-    return out
 
 
 def run(*command, **options):
@@ -60,6 +65,17 @@ def run_both(first, second, plain=False, code=0):
     """Two scripts at the same time, the second one on plain modules if asked for."""
     processes = start(*first), start(*second, plain=plain)
     return [finish(process, code) for process in processes]
+
+
+def run_processes(*command):
+    """A script of torch's own process groups: once more where gloo alone broke it at its end."""
+    for _ in range(5):
+        process = start(*command)
+        out, err = wait_for(process)
+        if process.returncode == 0:
+            return out
+        assert gloo.AT_EXIT in err, f"{process.args}\n{out}\n{err}"
+    pytest.fail(f"five times in a row: {err}")
 
 
 def losses(text):
@@ -102,10 +118,8 @@ def test_the_line_that_the_classifier_shows_is_the_line_in_it():
 
 def test_ddp_reduced_to_fastdp_ends_with_the_same_weights(tmp_path):
     before, after = tmp_path / "before.pt", tmp_path / "after.pt"
-    old, new = run_both(
-        ("ddp_before.py", "--save", before, "--epochs", 3),
-        ("ddp_after.py", "--save", after, "--epochs", 3),
-    )
+    old = run_processes("ddp_before.py", "--save", before, "--epochs", 3)
+    new = run("ddp_after.py", "--save", after, "--epochs", 3)
     assert len(losses(old)) == 3  # printed by one process only
     assert accuracies(new)[-1] > 80
     assert losses(new) == pytest.approx(losses(old), abs=2e-4)
