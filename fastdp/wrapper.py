@@ -4,7 +4,6 @@ replicate, parallel_apply, gather) are methods, as there, and a subclass may ove
 
 from __future__ import annotations
 
-import sys
 from operator import attrgetter
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar, Union
 
@@ -14,20 +13,17 @@ from torch import nn
 from . import _torch_compat, compile_options, environment, options
 from .apply import apply_modules
 from .attributes import add_options
-from .compile_seam import OF_THIS_PROCESS, compiler_of, target_of, untraced
+from .compile_seam import OF_THIS_PROCESS, compiler_of
 from .cuts import PLAIN, Rules, scatter_arguments
 from .deadlines import Watched
 from .devices import parse_device, parse_devices
-from .engine_choice import NOTHING, cuts_alike, find_obstacle, warm_up
+from .engine_choice import warm_up
 from .grad_health import GradHealth
-from .losses import anchored, weigh
-from .marks import unmarked
-from .phases import forward_phase, phase
-from .placement import check_one_device, choose_devices, public_device, tensors_of
-from .plans import check_home
+from .placement import check_one_device, choose_devices, public_device
 from .replicas import replicate
 from .report import Reporting
 from .runtime import MAKING, Runtime
+from .stepping import Stepping
 from .surprises import Surprises
 from .trees import gather_tree
 
@@ -36,7 +32,7 @@ __all__ = ["DataParallel"]
 Wrapped = TypeVar("Wrapped", bound=nn.Module)  # as torch's class, DataParallel[Net] is a type
 
 
-class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
+class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Watched):
     """Data parallelism in one process: `torch.nn.DataParallel` without its price.
 
     Cuts the inputs along `dim`, runs one replica of the module on each device, and joins the
@@ -201,105 +197,6 @@ class DataParallel(nn.DataParallel[Wrapped], GradHealth, Reporting, Watched):
             What a forward raises.
         """
         warm_up(self, inputs, kwargs)
-
-    def _fastdp_called(
-        self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]
-    ) -> Any:
-        if "torch._dynamo" in sys.modules:
-            return untraced(DataParallel._fastdp_run)(self, method, inputs, kwargs)
-        return self._fastdp_run(method, inputs, kwargs)
-
-    def _fastdp_step(
-        self, method: Optional[str], inputs: Tuple[Any, ...], kwargs: Dict[str, Any]
-    ) -> Any:
-        with forward_phase():
-            if not self.device_ids or self.__dict__.get("_is_replica"):
-                # As a part of a replica of something else, this wrapper's work is done already.
-                return self._fastdp_direct(method, unmarked(inputs), unmarked(kwargs))
-            if _torch_compat.inside_function_transform():
-                raise RuntimeError(
-                    "DataParallel cannot run inside a torch.func transform (grad, vjp, jvp, vmap): "
-                    "copies between devices have no rules for them. Call the module itself there, "
-                    "or use torch.autograd"
-                )
-            if len(self.device_ids) > 1:
-                self._fastdp_get_runtime().check_capture()
-            whole, obstacle = None, ""
-            if self._fastdp_engine != "eager":
-                obstacle = find_obstacle(self, method)
-                if not obstacle and cuts_alike(self):
-                    # A recorded step that is known by its arguments as they are cuts them itself.
-                    engine = self._fastdp_get_engine()
-                    whole = engine.whole_of(self.module, inputs, kwargs, self.dim)
-                    if whole is not None:
-                        outputs = engine.shortcut(self.module, whole, self.dim)
-                        if outputs is not NOTHING:
-                            return outputs
-            with phase("scatter"):
-                rows, named = self.scatter(inputs, kwargs, self.device_ids)
-            if not rows and not named:
-                # A forward without arguments runs once, on the first device.
-                rows, named = ((),), ({},)
-            if len(self.device_ids) == 1:
-                check_home(tensors_of(self.module), self.src_device_obj)
-                if self._fastdp_engine == "eager":
-                    return self._fastdp_direct(method, rows[0], named[0])
-
-            def eager() -> Any:
-                if len(self.device_ids) == 1:
-                    return self._fastdp_alone(rows, named, method)
-                return self._fastdp_get_runtime().forward(
-                    lambda: self._fastdp_gathered(rows, named, method)
-                )
-
-            if self._fastdp_engine == "eager":
-                outputs = eager()
-            else:
-                outputs = self._fastdp_get_engine().forward(
-                    self.module, rows, named, self.dim, obstacle, eager, whole
-                )
-            if len(self.device_ids) > 1:
-                runtime = self._fastdp_get_runtime()
-                runtime.balance.look(self.module, outputs, runtime.surprises)
-            return outputs
-
-    def _fastdp_get_engine(self) -> Any:
-        return self._fastdp_get_runtime().engine_of(environment.engine(self._fastdp_engine))
-
-    def _fastdp_alone(self, rows: Any, named: Any, method: Optional[str]) -> Any:
-        with self._fastdp_get_runtime().watching([self.module]):
-            return self._fastdp_direct(method, rows[0], named[0])
-
-    def _fastdp_direct(self, method: Optional[str], inputs: Any, kwargs: Any) -> Any:
-        """By the module itself, as the only replica."""
-        output = target_of(self, method)(*inputs, **kwargs)
-        return output if self._fastdp_gather_outputs else [output]
-
-    def _fastdp_gathered(
-        self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str] = None
-    ) -> Any:
-        """From cut arguments to the joined output; the replicas' `method`, or their forward."""
-        return self._fastdp_joined(self._fastdp_run_replicas(rows, named, method), rows, named)
-
-    def _fastdp_run_replicas(
-        self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str]
-    ) -> List[Any]:
-        """In a frame of its own: none but user code holds a replica once it returns."""
-        with phase("replicate"):
-            replicas = self.replicate(self.module, self.device_ids[: len(rows)])
-        if method is not None:
-            with phase("parallel_apply"):
-                return self.parallel_apply(list(map(attrgetter(method), replicas)), rows, named)
-        with self._fastdp_get_runtime().watching(replicas), phase("parallel_apply"):
-            return self.parallel_apply(replicas, rows, named)
-
-    def _fastdp_joined(self, outputs: List[Any], rows: Sequence[Any], named: Sequence[Any]) -> Any:
-        if options.loss_weighting(self._fastdp_loss_weighting) is not None:
-            outputs = weigh(outputs, rows, named, self.dim)
-        if self._fastdp_gather_outputs:
-            with phase("gather"):
-                return self.gather(outputs, self.output_device)
-        return anchored(list(outputs), self._fastdp_get_runtime().tokens())
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> List[nn.Module]:
         """The replicas of this forward, one per device, filled with copies of the module's tensors
