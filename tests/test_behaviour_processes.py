@@ -18,7 +18,9 @@ row = pytest.mark.row
 
 # An interpreter ends, or answers Ctrl-C, in a second or two; beside other work in some more. A
 # thread that holds it up holds it up for good.
-HANGS_S = 20
+HANGS_S = 60
+# Of a whole process, which imports torch first.
+ENDS_S = 180
 
 PRELUDE = """
 import os, signal, sys, threading, time, warnings
@@ -40,7 +42,10 @@ class Timed(nn.Module):
         self.naps = naps or {}
 
     def forward(self, x):
-        time.sleep(self.naps.get(int(x[0, 0]), 0))
+        nap = self.naps.get(int(x[0, 0]), 0)
+        if nap:
+            print("naps")
+            time.sleep(nap)
         return self.lin(x)
 
 x = torch.tensor([[0.0, 1], [1.0, 1]]).to(HOME)
@@ -77,8 +82,8 @@ def finish(process, seconds):
     return process.returncode, out, err
 
 
-def check(script, device="cpu", seconds=60):
-    code, out, err = finish(start(script, device), seconds)
+def check(script, device="cpu"):
+    code, out, err = finish(start(script, device), ENDS_S)
     assert code == 0, f"{out}\n{err}"
     return out
 
@@ -90,11 +95,11 @@ def device(devices):
 
 
 @row("I3")
-@pytest.mark.parametrize("naps", ["{0: 60}", "{1: 60}", "{0: 60, 1: 60}"])
+@pytest.mark.parametrize("naps", ["{0: 600}", "{1: 600}", "{0: 600, 1: 600}"])
 def test_sigint_during_forward_ends_the_process(device, naps):
-    process = start(f"dp = wrap({naps}); print('ready'); dp(x)", device)
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.5)
+    process = start(f"dp = wrap({naps}); dp(x)", device)
+    assert process.stdout.readline() == "naps\n"
+    time.sleep(0.1)  # both replicas are in their forwards, or else are interrupted before
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process, HANGS_S)
     assert "KeyboardInterrupt" in err and code in (1, -signal.SIGINT, 130)
@@ -105,22 +110,38 @@ def test_the_wrapper_is_usable_after_an_interrupt(device):
     """As in a notebook: the interrupted call's straggler must not answer the next call."""
     check(
         """
-        dp = wrap({1: 1.5})
-        signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        begin = time.monotonic()
+        inside, gate, ends = threading.Event(), threading.Event(), []
+
+        class Late(Timed):
+            def forward(self, x):
+                if x[0, 0] == 1:
+                    inside.set()
+                    gate.wait(60)
+                    ends.append(True)
+                return self.lin(x)
+
+        def press():
+            inside.wait(60)
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        dp = fastdp.DataParallel(Late().to(HOME), device_ids=IDS)
+        threading.Thread(target=press).start()
         try:
             dp(x)
             sys.exit("not interrupted")
         except KeyboardInterrupt:
             pass
-        assert time.monotonic() - begin < 1.2, "the caller was not woken"
-        dp.module.naps = {}
+        assert not ends, "the caller was not woken"
         for k in range(3):
             y = x + 10 * (k + 1)
-            assert torch.equal(dp(y), dp.module(y))
-        time.sleep(1.5)
-        assert torch.equal(dp(x), dp.module(x))
+            assert torch.equal(dp(y), dp.module.lin(y))
+        assert not ends
+        gate.set()
+        while not ends:
+            time.sleep(0.001)
+        for _ in range(3):
+            assert torch.equal(dp(x), dp.module.lin(x))
         """,
         device,
     )
@@ -129,19 +150,19 @@ def test_the_wrapper_is_usable_after_an_interrupt(device):
 @row("I3", why="Ctrl-C: no stuck worker threads at exit")
 @pytest.mark.parametrize("last", ["", "out = dp(x).sum()", "sys.exit(0)", "del dp"])
 def test_a_process_with_idle_workers_ends(device, last):
-    begin = time.monotonic()
     script = f"dp = wrap(); dp(x).sum().backward(); print(time.monotonic()); {last}"
     out = check(script, device)
-    assert time.monotonic() - float(out) < HANGS_S and begin < float(out)
+    assert time.monotonic() - float(out) < HANGS_S
 
 
 @row("I3", why="Ctrl-C: no stuck worker threads at exit")
 def test_a_process_ends_while_a_thread_is_inside_a_forward(device):
     out = check(
         """
-        dp = wrap({0: 60, 1: 60})
+        dp, inside = wrap(), threading.Event()
+        dp.module.lin.register_forward_pre_hook(lambda *_: inside.set() or time.sleep(600))
         threading.Thread(target=lambda: dp(x), daemon=True).start()
-        time.sleep(0.3)
+        assert inside.wait(60)
         print(time.monotonic())
         """,
         device,
@@ -165,7 +186,7 @@ def test_wrapper_works_in_a_forked_child(used):
             with torch.no_grad():
                 ok = all(torch.equal(dp(x), want) for _ in range(3))
             os._exit(0 if ok else 3)
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while True:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
@@ -208,10 +229,10 @@ def test_nothing_that_holds_a_gpu_is_destroyed_in_a_forked_child():
         def other():
             streams._events[threading.get_ident(), "device"] = Event()
             started.set()
-            kept.wait(20)
+            kept.wait(100)
 
         threading.Thread(target=other, daemon=True).start()
-        started.wait(20)
+        assert started.wait(60)
         child = os.fork()
         if child == 0:
             dp(x)
@@ -236,23 +257,23 @@ def test_fork_while_another_thread_replicates():
             def _replicate_for_data_parallel(self):
                 if Slow.waits:
                     entered.set()
-                    gate.wait(30)
+                    gate.wait(100)
                 return super()._replicate_for_data_parallel()
         dp = fastdp.DataParallel(Slow(2, 2), device_ids=IDS)
         want = dp.module(x).detach()
         thread = threading.Thread(target=lambda: dp(x))
         thread.start()
-        assert entered.wait(20)
+        assert entered.wait(60)
         child = os.fork()
         if child == 0:
             Slow.waits = False
             with torch.no_grad():
                 os._exit(0 if torch.equal(dp(x), want) else 3)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
             time.sleep(0.01)
         gate.set()
-        thread.join(20)
+        thread.join(60)
         if not ended[0]:
             os.kill(child, 9)
             sys.exit("the child hangs")
@@ -323,7 +344,7 @@ def test_a_training_script_prints_nothing_of_ours(device):
         """,
         device,
     )
-    assert finish(process, 60) == (0, "end\n", "")
+    assert finish(process, ENDS_S) == (0, "end\n", "")
 
 
 @row("G2", why="import: no thread, no device, no NumPy needed")
@@ -382,6 +403,6 @@ def test_a_wrapper_in_each_process_of_a_group(tmp_path):
     """Gradients averaged by hand, and by torch's DDP around the wrapper."""
     ranks = [start(RANK_SCRIPT.format(rank=rank, store=tmp_path / "store")) for rank in (0, 1)]
     for process in ranks:
-        code, out, err = finish(process, 60)
+        code, out, err = finish(process, ENDS_S)
         assert code == 0 or gloo.AT_EXIT in err, f"{out}\n{err}"
         assert out == "done\n", f"{out}\n{err}"

@@ -3,13 +3,15 @@ works on, the process ends, the child trains. (At every call of a step: test_int
 script sees of one: test_behaviour_processes.py.)"""
 
 import textwrap
+import time
 
 import pytest
-from test_behaviour_processes import check
+from test_behaviour_processes import HANGS_S, check
 
 row = pytest.mark.row
 
-# The places where a step may be when Ctrl-C comes, each for longer than anybody waits.
+# The places where a step may be when Ctrl-C comes, each until `release` is set and for longer than
+# anybody waits.
 STEPS = """
 class Slow(torch.autograd.Function):
     @staticmethod
@@ -25,12 +27,11 @@ def pause(place):
     rank = threading.current_thread().name[-1]
     if (place, rank) in where or (place, "") in where:
         arrived.set()
-        until = time.monotonic() + 3
-        if "busy" in how:
-            while time.monotonic() < until:
-                torch.ones(50, 50) @ torch.ones(50, 50)
-        else:
-            time.sleep(3)
+        mine, until = release, time.monotonic() + 100
+        while "busy" in how and not mine.is_set() and time.monotonic() < until:
+            torch.ones(50, 50) @ torch.ones(50, 50)
+        # In one wait: a backward that came back into a Python that has ended would abort it.
+        mine.wait(100)
 
 class Paused(Timed):
     def forward(self, x):
@@ -38,7 +39,7 @@ class Paused(Timed):
         return Slow.apply(super().forward(x))
 
 threading.current_thread().name = "0"  # the caller's; a worker's ends in its rank
-where, how, arrived = set(), "", threading.Event()
+where, how, arrived, release = set(), "", threading.Event(), threading.Event()
 dp = fastdp.DataParallel(Paused().to(HOME), device_ids=IDS)
 
 def right():
@@ -54,28 +55,37 @@ INTERRUPT = """
 pressed = [0.0]
 
 def press():
-    arrived.wait(20)
+    arrived.wait(60)
     time.sleep(0.1)
     pressed[0] = time.monotonic()
     os.kill(os.getpid(), signal.SIGINT)
 
+def seconds_to_the_prompt(places):
+    global where, arrived, release
+    where, arrived, release = places, threading.Event(), threading.Event()
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        dp(x).sum().backward()
+        sys.exit(f"{places} {how}: not interrupted")
+    except KeyboardInterrupt:
+        took = time.monotonic() - pressed[0]
+    thread.join()
+    where = set()
+    right()
+    right()
+    release.set()
+    return took
+
 for places in ({("forward", "0")}, {("forward", "1")}, {("forward", "")}, {("backward", "")}):
     for how in ("asleep", "busy"):
-        where = places
-        arrived.clear()
-        thread = threading.Thread(target=press)
-        thread.start()
-        try:
-            dp(x).sum().backward()
-            sys.exit(f"{places} {how}: not interrupted")
-        except KeyboardInterrupt:
-            took = time.monotonic() - pressed[0]
-        thread.join()
-        where = set()
+        # Who waits for a replica waits each time; a machine with other work is late now and then.
+        for attempt in range(5):
+            took = seconds_to_the_prompt(places)
+            if took < 1:
+                break
         print(f"{sorted(places)} {how}: {took:.3f} s")
-        assert took < 1, f"{places} {how}: the prompt came after {took:.1f} s"
-        right()
-        right()
+        assert took < 1, f"{places} {how}: the prompt came after {took:.1f} s, five times"
 """
 
 
@@ -96,7 +106,7 @@ def test_an_interrupted_replica_is_still_in_torch_when_the_process_ends():
             arrived.set()
             while True:
                 torch.ones(50, 50) @ torch.ones(50, 50)
-        arrived.wait(20)
+        arrived.wait(60)
         raise KeyboardInterrupt
 
     Paused.forward = endless
@@ -107,7 +117,7 @@ def test_an_interrupted_replica_is_still_in_torch_when_the_process_ends():
     except KeyboardInterrupt:
         print("interrupted")
     """
-    assert check(STEPS + textwrap.dedent(script), seconds=30) == "interrupted\n"
+    assert check(STEPS + textwrap.dedent(script)) == "interrupted\n"
 
 
 @row("I3", why="Ctrl-C: no stuck worker threads at exit")
@@ -116,14 +126,12 @@ def test_a_process_ends_in_the_middle_of_a_step(place, end):
     script = f"""
 where = {{("{place}", "")}}
 threading.Thread(target=lambda: dp(x).sum().backward(), daemon=True).start()
-assert arrived.wait(20)
-import atexit
-start = time.monotonic()
-# The step lasts three seconds more, and nobody waits for it.
-atexit.register(lambda: time.monotonic() - start < 1 or os._exit(7))
+assert arrived.wait(60)
+print(time.monotonic())
 {end}
 """
-    check(STEPS + script, seconds=30)
+    out = check(STEPS + script)
+    assert time.monotonic() - float(out) < HANGS_S  # the step lasts longer
 
 
 @row("H7", why="fork with work in flight")
@@ -147,11 +155,11 @@ def test_fork_with_work_in_flight(place):
     has_gpu = torch.cuda.is_available()
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
-    assert arrived.wait(20)
+    assert arrived.wait(60)
     child = os.fork()
     where = set()
     if child == 0:
-        signal.alarm(20)
+        signal.alarm(60)
         try:
             try:
                 right()
@@ -167,9 +175,10 @@ def test_fork_with_work_in_flight(place):
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status == 0, status
-    thread.join(20)
+    release.set()
+    thread.join(60)
     assert not thread.is_alive() and not errors, errors
     assert torch.equal(dp.module.lin.weight.grad, torch.tensor([[1.0, 2], [1, 2]]).to(HOME))
     right()
     """
-    check(STEPS + textwrap.dedent(script), seconds=60)
+    check(STEPS + textwrap.dedent(script))
