@@ -69,14 +69,21 @@ static int32_t sort_dims(const fdp_view *target, const fdp_view *source, fdp_str
   return count;
 }
 
+/* True if a step of `outer_stride` goes on where `size` steps of `stride` end. Of a view that was
+ * checked, the last step fits into 64 bits, and one more may not. */
+static bool goes_on(int64_t outer_stride, int64_t size, int64_t stride) {
+  int64_t end;
+  return !__builtin_mul_overflow(size, stride, &end) && outer_stride == end;
+}
+
 /* Neighbours that are one dimension on both sides become one; then what is contiguous on both sides
  * becomes part of the item. */
 static int32_t merge_dims(plan_dim *dims, int32_t count, int64_t *item_bytes) {
   int32_t merged = 0;
   for (int32_t i = 0; i < count; ++i) {
     plan_dim *outer = merged > 0 ? &dims[merged - 1] : NULL;
-    if (outer && outer->target_stride == dims[i].size * dims[i].target_stride &&
-        outer->source_stride == dims[i].size * dims[i].source_stride) {
+    if (outer && goes_on(outer->target_stride, dims[i].size, dims[i].target_stride) &&
+        goes_on(outer->source_stride, dims[i].size, dims[i].source_stride)) {
       outer->size *= dims[i].size;
       outer->target_stride = dims[i].target_stride;
       outer->source_stride = dims[i].source_stride;

@@ -160,6 +160,25 @@ static void test_split(void) {
   fdp_copy_list_drop(&list);
 }
 
+/* A source that passes its check may reach further than the product of a size and its stride. */
+static void test_far_source(void) {
+  fdp_copy_list list;
+  int64_t memory[6];
+  fdp_view target = {.data = memory, .device = host, .dtype = int32, .ndim = 2,
+                     .shape = {3, 2}, .strides = {2, 1}};
+  fdp_view source = target;
+  source.data = (void *)(uintptr_t)4096;
+  source.strides[0] = 0;
+  source.strides[1] = INT64_C(1) << 60;
+  CHECK_OK(fdp_view_check(&source, "source"));
+  fdp_copy_list_init(&list);
+  CHECK_OK(fdp_plan_copy(&list, &target, &source));
+  CHECK_EQUAL(list.count, 1);
+  CHECK_EQUAL(list.copies[0].ndim, 2);
+  CHECK_EQUAL(list.copies[0].source_strides_bytes[1], INT64_C(1) << 62);
+  fdp_copy_list_drop(&list);
+}
+
 static void test_chunks(void) {
   for (int64_t batch = 0; batch <= 40; ++batch) {
     for (int32_t replicas = 1; replicas <= 9; ++replicas) {
@@ -186,5 +205,6 @@ void test_plan(void) {
   test_random_plans();
   test_merging();
   test_split();
+  test_far_source();
   test_chunks();
 }
