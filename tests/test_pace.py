@@ -2,8 +2,6 @@
 for each other. The clock is the test's own."""
 
 import threading
-import time
-import types
 
 import pytest
 import torch
@@ -248,8 +246,10 @@ def test_an_interrupt_ends_those_that_wait_for_their_turn(clock):
     same(dp(x).detach(), linear()(x).detach())
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_interrupted_call_starts_no_replica_that_still_waits_for_its_turn():
     teams, ran = Teams(), []
+    others = set(threading.enumerate())
     teams.pace._usual_s = 0.001
 
     def interrupted():
@@ -257,6 +257,8 @@ def test_an_interrupted_call_starts_no_replica_that_still_waits_for_its_turn():
 
     with pytest.raises(KeyboardInterrupt):
         run_jobs(teams, [interrupted, lambda: ran.append(True)], [CPU, CPU])
-    time.sleep(0.2)  # many times the patience
+    for thread in set(threading.enumerate()) - others:
+        thread.join(20)
+        assert not thread.is_alive(), "still waits for its turn"
     assert ran == []
     assert teams.pace.takes_turns([CPU, CPU])
