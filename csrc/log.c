@@ -15,7 +15,14 @@ static struct {
   atomic_int level;
 } log_state = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
+/* In a child of fork, which may have copied the mutex locked by a thread that it has not. */
+static void forget_holder(void) { pthread_mutex_init(&log_state.mutex, NULL); }
+
+static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_holder); }
+
 void fdp_log_open(fdp_log_sink sink, void *user, fdp_log_level level) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, watch_forks);
   pthread_mutex_lock(&log_state.mutex);
   log_state.sink = sink;
   log_state.user = user;

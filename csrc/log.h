@@ -1,6 +1,7 @@
 /* Messages for people. The core never prints: it hands each message to one sink, which whoever
- * embeds it sets (the Python module passes them to `logging`). Process-wide; any thread. Below the
- * level a message costs one relaxed atomic load. No streams. */
+ * embeds it sets (the Python module passes them to `logging`). Process-wide; any thread; a
+ * child of fork may go on with it. Below the level a message costs one relaxed atomic load. No
+ * streams. */
 #ifndef FDP_LOG_H
 #define FDP_LOG_H
 

@@ -1,9 +1,12 @@
 /* Status, log, environment, faults, counters and dtypes. */
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "../../csrc/counters.h"
 #include "../../csrc/deadline.h"
@@ -81,6 +84,44 @@ static void test_log(void) {
   CHECK_FAILS(fdp_log_level_from_env(&level), FDP_INVALID_ARGUMENT,
               "FASTDP_LOG is \"loud\": must be one of off|error|warning|info|debug");
   unsetenv("FASTDP_LOG");
+}
+
+static void count_call(void *user, fdp_log_level level, const char *message) {
+  (void)level;
+  (void)message;
+  atomic_store((atomic_bool *)user, true);
+}
+
+static void *log_until_told(void *stop) {
+  while (!atomic_load((atomic_bool *)stop)) fdp_log(FDP_LOG_INFO, "again");
+  return NULL;
+}
+
+/* A child of fork has a copy of whatever lock another thread held, and not that thread. */
+static void test_log_after_fork(void) {
+  static atomic_bool called; /* a child has its own */
+  atomic_bool stop = false;
+  pthread_t threads[2];
+  fdp_log_open(count_call, &called, FDP_LOG_INFO);
+  for (int i = 0; i < 2; ++i) {
+    CHECK_EQUAL(pthread_create(&threads[i], NULL, log_until_told, &stop), 0);
+  }
+  int status = 0;
+  for (int round = 0; round < 100 && status == 0; ++round) {
+    pid_t child = fork();
+    if (child == 0) {
+      alarm(60); /* ends a child that hangs */
+      atomic_store(&called, false);
+      fdp_log(FDP_LOG_INFO, "of the child");
+      fdp_log_open(count_call, &called, FDP_LOG_INFO);
+      _exit(atomic_load(&called) ? 0 : 1);
+    }
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+  }
+  CHECK_EQUAL(status, 0);
+  atomic_store(&stop, true);
+  for (int i = 0; i < 2; ++i) pthread_join(threads[i], NULL);
+  fdp_log_open(NULL, NULL, FDP_LOG_OFF);
 }
 
 static void test_env(void) {
@@ -226,6 +267,7 @@ void test_base(void) {
   test_deadline();
   test_status();
   test_log();
+  test_log_after_fork();
   test_env();
   test_faults_and_counters();
   test_dtype();
