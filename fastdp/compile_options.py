@@ -125,10 +125,15 @@ def is_compiled_module(module: Any) -> bool:
     return "_orig_mod" in members and hasattr(type(module), "_initialize")
 
 
+def call_in_place(module: Any) -> Any:
+    """What `module.compile()` has put in the place of the module's call; None where nothing has."""
+    return getattr(module, "__dict__", {}).get("_compiled_call_impl")
+
+
 def is_compiled_in_place(module: Any) -> bool:
     """Whether somebody has called `module.compile()`. Where torch.compile is switched off it leaves
     the plain call there."""
-    call = getattr(module, "__dict__", {}).get("_compiled_call_impl")
+    call = call_in_place(module)
     return call is not None and call != module._call_impl
 
 

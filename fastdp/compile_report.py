@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional
 
-from .compile_seam import reason_of_parts
+from .compile_seam import is_asked, reason_of_parts
 
 _KINDS = {
     "one size": "for one size",
@@ -14,14 +14,14 @@ _KINDS = {
 
 
 def compile_report(wrapper: Any) -> Optional[Dict[str, Any]]:
-    """None where nothing was to be compiled so far. `backend`, None where only parts of the module
+    """None where nothing is to be compiled, or was so far. `backend`, None where only parts of the module
     were compiled, and not by this wrapper; `seconds` that the first steps took in all; `forms`, one
     dictionary for each thing that was compiled: `kind` ("one size", "any size" or "breaks"),
     `graphs`, `seconds` by device, `pieces` that a graph was cut into (of "one size"), `again` why a
     GPU could not use what was compiled for another, `reason` for the breaks; `reasons` why replicas
     run uncompiled, each once."""
     compiled = wrapper.__dict__.get("_fastdp_compiled")
-    if compiled is not None:
+    if compiled is not None and is_asked(wrapper):
         return compiled.report()
     reason = reason_of_parts(wrapper)
     return {"backend": None, "seconds": 0.0, "forms": [], "reasons": [reason]} if reason else None

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Optional
 import torch
 
 from .compile_options import (
+    call_in_place,
     is_compiled_in_place,
     is_compiled_module,
     of_compiled_module,
@@ -22,7 +23,7 @@ _log = logging.getLogger("fastdp")
 # What copies and files of a wrapper are without.
 OF_THIS_PROCESS = (
     "_fastdp_runtime", "_fastdp_surprises", "_fastdp_witness", "_fastdp_compiled",
-    "_fastdp_said_parts",
+    "_fastdp_compiled_for", "_fastdp_seen_call", "_fastdp_said_parts",
 )  # fmt: skip
 
 _untraced: Dict[Any, Callable[..., Any]] = {}
@@ -38,30 +39,52 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+def is_asked(wrapper: Any) -> bool:
+    """Whether the replicas of a wrapper are to be compiled, as it and its module are now."""
+    asked = wrapper.__dict__.get("_fastdp_compile")
+    if asked is not None:
+        return asked is not False
+    return is_compiled_module(wrapper.module) or is_compiled_in_place(wrapper.module)
+
+
 def compiler_of(wrapper: Any, anew: bool = False) -> Any:
     """The `Compiled` of a wrapper whose replicas are to be compiled, else None. `anew`: for other
     devices than before, perhaps."""
-    asked = wrapper.__dict__.get("_fastdp_compile")
-    module = wrapper.module
-    if asked is False:
-        return None
-    if asked is None and not is_compiled_module(module) and not is_compiled_in_place(module):
+    state = wrapper.__dict__
+    options = None
+    if is_asked(wrapper):
+        asked = state.get("_fastdp_compile")
+        call = None if asked else call_in_place(wrapper.module)
+        found = state.get("_fastdp_compiled")
+        # module.compile() may be called at any time, and its call be taken away and put back.
+        if found is not None and not anew and state.get("_fastdp_compiled_for") is call:
+            return found
+        options = asked or of_compiled_module(wrapper.module)
+    if options is None:
         if anew:
             _say_once(wrapper)
         return None
-    found = wrapper.__dict__.get("_fastdp_compiled")
-    if found is None or anew:
-        from .compiled import Compiled
+    from .compiled import Compiled
 
-        options = asked or of_compiled_module(module)
-        if options is None:
-            if anew:
-                _say_once(wrapper)
-            return None
-        ids = wrapper.device_ids
-        devices = parse_devices(ids, "device_ids") if ids else ()
-        found = wrapper.__dict__["_fastdp_compiled"] = Compiled(options, devices)
+    ids = wrapper.device_ids
+    devices = parse_devices(ids, "device_ids") if ids else ()
+    state["_fastdp_compiled"] = found = Compiled(options, devices)
+    state["_fastdp_compiled_for"] = call
     return found
+
+
+def is_seen(wrapper: Any, module: Any) -> bool:
+    """Whether the module's call is the one that `see` saw. Asked several times in a step."""
+    call = module.__dict__.get("_compiled_call_impl")
+    return wrapper.__dict__.get("_fastdp_seen_call") is call
+
+
+def see(wrapper: Any, runtime: Any, anew: bool = False) -> None:
+    """Has the replicas of a runtime compiled as is asked for now, or no more. Those that a forward
+    has at this moment stay what they are."""
+    call = call_in_place(wrapper.module)
+    runtime.replicator.compiled = compiler_of(wrapper, anew)
+    wrapper.__dict__["_fastdp_seen_call"] = call
 
 
 def reason_of_parts(wrapper: Any) -> str:

@@ -12,8 +12,8 @@ from torch import nn
 
 from . import _torch_compat, compile_options, environment, options
 from .apply import apply_modules
-from .attributes import add_options
-from .compile_seam import OF_THIS_PROCESS, compiler_of
+from .attributes import add_attributes
+from .compile_seam import OF_THIS_PROCESS, is_seen, see
 from .cuts import PLAIN, Rules, scatter_arguments
 from .deadlines import Watched
 from .devices import parse_device, parse_devices
@@ -123,8 +123,8 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
         timeout_s: Optional[float] = None,
         compile: Union[bool, Dict[str, Any], None] = None,
     ) -> None:
-        # Not nn.DataParallel.__init__: without a GPU it knows no device at all.
-        nn.Module.__init__(self)
+        # Past nn.DataParallel.__init__, which without a GPU knows no device at all, to what it calls.
+        super(nn.DataParallel, self).__init__()
         _torch_compat.log_use("fastdp.DataParallel")
         self.module = module
         self.dim = dim
@@ -251,21 +251,24 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
         return self._fastdp_bucket_bytes, self._fastdp_unused_grad, self._fastdp_transport
 
     def _fastdp_get_runtime(self) -> Runtime:
-        runtime = self.__dict__.get("_fastdp_runtime")
+        module, runtime = self.module, self.__dict__.get("_fastdp_runtime")
         if runtime is None:
             devices = parse_devices(self.device_ids, "device_ids")
         else:
             devices = runtime.parsed(self.device_ids)
         options = self._fastdp_move_options()
-        if runtime is None or not runtime.serves(self.module, devices, options):
+        if runtime is None or not runtime.serves(module, devices, options):
             with MAKING:
                 runtime = self.__dict__.get("_fastdp_runtime")
-                if runtime is None or not runtime.serves(self.module, devices, options):
-                    runtime = Runtime(self.module, devices, options)
+                if runtime is None or not runtime.serves(module, devices, options):
+                    runtime = Runtime(module, devices, options)
                     runtime.device_ids = list(self.device_ids)
                     runtime.replicator.watch(self.__dict__.get("_fastdp_witness"))
-                    runtime.replicator.compiled = compiler_of(self, True)
+                    see(self, runtime, True)
                     self.__dict__["_fastdp_runtime"] = runtime
+        if not is_seen(self, module):
+            with MAKING:
+                see(self, self.__dict__.get("_fastdp_runtime", runtime))
         return runtime
 
     def __getattr__(self, name: str) -> Any:
@@ -293,4 +296,4 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
         return state
 
 
-add_options(DataParallel)
+add_attributes(DataParallel)
