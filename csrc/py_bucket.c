@@ -115,7 +115,7 @@ static void bucket_dealloc(PyObject *self) {
   PyTypeObject *type = Py_TYPE(self);
 
   PyObject_GC_UnTrack(self);
-  fdp_py_cuts_free(((fdp_py_bucket *)self)->cuts);
+  fdp_py_cuts_drop(((fdp_py_bucket *)self)->cuts);
   fdp_bucket_close(((fdp_py_bucket *)self)->plan);
   type->tp_free(self);
   Py_DECREF(type);

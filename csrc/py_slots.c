@@ -19,18 +19,21 @@ typedef struct cut_run {
   int32_t piece;
   PyObject *shape, *strides;
   PyObject *rows; /* list: of each piece, gaps between slots included */
+  Py_ssize_t row_count;
 } cut_run;
 
 struct fdp_py_cuts {
+  int32_t holders;      /* the bucket, and the splits that run: torch lets go of the GIL */
   int64_t length_elems; /* of the buffers that it was made for */
   PyObject *sizes;      /* list: elements of each piece, gaps between slots included */
+  Py_ssize_t piece_count;
   int32_t count, run_count;
   cut_run *runs;
   cut items[];
 };
 
-void fdp_py_cuts_free(fdp_py_cuts *cuts) {
-  if (cuts == NULL) return;
+void fdp_py_cuts_drop(fdp_py_cuts *cuts) {
+  if (cuts == NULL || --cuts->holders > 0) return;
   for (int32_t i = 0; i < cuts->count; i++) {
     Py_XDECREF(cuts->items[i].shape);
     Py_XDECREF(cuts->items[i].strides);
@@ -98,7 +101,7 @@ static int cut_run_of(const fdp_bucket *plan, int32_t first, int32_t last, fdp_p
   memcpy(shape, slot.shape, (size_t)slot.ndim * sizeof shape[0]);
   shape[0] = (slot_end(plan, last) - slot_begin(plan, first)) / row;
   *run = (cut_run){(int32_t)PyList_GET_SIZE(cuts->sizes), fdp_py_integers(shape, slot.ndim),
-                   fdp_py_integers(slot.strides, slot.ndim), PyList_New(0)};
+                   fdp_py_integers(slot.strides, slot.ndim), PyList_New(0), 0};
   if (run->shape == NULL || run->strides == NULL || run->rows == NULL) return -1;
   for (int32_t i = first; i <= last; i++) {
     cut *item = &cuts->items[i];
@@ -109,6 +112,7 @@ static int cut_run_of(const fdp_bucket *plan, int32_t first, int32_t last, fdp_p
     if (i < last && add_gap(run->rows, (slot_begin(plan, i + 1) - slot_end(plan, i)) / row) < 0)
       return -1;
   }
+  run->row_count = PyList_GET_SIZE(run->rows);
   return add_size(cuts->sizes, slot_end(plan, last) - slot_begin(plan, first));
 }
 
@@ -131,6 +135,7 @@ static fdp_py_cuts *make_cuts(const fdp_bucket *plan, int64_t length_elems) {
   fdp_py_cuts *cuts = PyMem_Calloc(1, sizeof *cuts + (size_t)count * sizeof cuts->items[0]);
 
   if (cuts == NULL) return (fdp_py_cuts *)PyErr_NoMemory();
+  cuts->holders = 1;
   cuts->length_elems = length_elems;
   cuts->count = count;
   cuts->sizes = PyList_New(0);
@@ -144,22 +149,25 @@ static fdp_py_cuts *make_cuts(const fdp_bucket *plan, int64_t length_elems) {
     int64_t next = last + 1 < count ? slot_begin(plan, last + 1) : length_elems;
     if (add_gap(cuts->sizes, next - slot_end(plan, last)) < 0) goto failed;
   }
+  cuts->piece_count = PyList_GET_SIZE(cuts->sizes);
   return cuts;
 failed:
-  fdp_py_cuts_free(cuts);
+  fdp_py_cuts_drop(cuts);
   return NULL;
 }
 
-/* The cuts for buffers of that length: borrowed from the bucket. */
-static const fdp_py_cuts *find_cuts(fdp_py_bucket *bucket, int64_t length_elems) {
-  fdp_py_cuts *made;
+/* The cuts for buffers of that length, to be dropped. */
+static fdp_py_cuts *find_cuts(fdp_py_bucket *bucket, int64_t length_elems) {
+  fdp_py_cuts *found = bucket->cuts;
 
-  if (bucket->cuts != NULL && bucket->cuts->length_elems == length_elems) return bucket->cuts;
-  made = make_cuts(bucket->plan, length_elems);
-  if (made == NULL) return NULL;
-  fdp_py_cuts_free(bucket->cuts);
-  bucket->cuts = made;
-  return made;
+  if (found == NULL || found->length_elems != length_elems) {
+    found = make_cuts(bucket->plan, length_elems);
+    if (found == NULL) return NULL;
+    fdp_py_cuts_drop(bucket->cuts);
+    bucket->cuts = found;
+  }
+  found->holders++;
+  return found;
 }
 
 static int take_on_shape(const fdp_py_names *names, PyObject *piece, PyObject *shape,
@@ -171,15 +179,17 @@ static int take_on_shape(const fdp_py_names *names, PyObject *piece, PyObject *s
   return result == NULL ? -1 : 0;
 }
 
-/* A tuple with one piece of the tensor for each of the sizes, along its first dimension. */
-static PyObject *split_one(const fdp_py_names *names, PyObject *tensor, PyObject *sizes) {
+/* A tuple with one piece of the tensor for each of the sizes, along its first dimension. The list
+ * is the tensor's to read, and a subclass's to change: `count` is how many are wanted. */
+static PyObject *split_one(const fdp_py_names *names, PyObject *tensor, PyObject *sizes,
+                           Py_ssize_t count) {
   PyObject *arguments[2] = {tensor, sizes};
   PyObject *pieces = PyObject_VectorcallMethod(names->unsafe_split, arguments, 2, NULL);
 
   if (pieces == NULL) return NULL;
-  if (!PyTuple_Check(pieces) || PyTuple_GET_SIZE(pieces) != PyList_GET_SIZE(sizes)) {
+  if (!PyTuple_Check(pieces) || PyTuple_GET_SIZE(pieces) != count) {
     PyErr_Format(PyExc_TypeError, "unsafe_split_with_sizes: expected a tuple of %zd tensors, got "
-                 "%R", PyList_GET_SIZE(sizes), pieces);
+                 "%R", count, pieces);
     Py_CLEAR(pieces);
   }
   return pieces;
@@ -195,7 +205,7 @@ static PyObject *split_runs(const fdp_py_cuts *cuts, const fdp_py_names *names,
     PyObject *piece = PyTuple_GET_ITEM(pieces, run->piece), *rows = NULL;
 
     if (take_on_shape(names, piece, run->shape, run->strides) == 0)
-      rows = split_one(names, piece, run->rows);
+      rows = split_one(names, piece, run->rows, run->row_count);
     if (rows == NULL)
       Py_CLEAR(runs);
     else
@@ -205,7 +215,7 @@ static PyObject *split_runs(const fdp_py_cuts *cuts, const fdp_py_names *names,
 }
 
 static PyObject *split(const fdp_py_cuts *cuts, const fdp_py_names *names, PyObject *flat) {
-  PyObject *pieces = split_one(names, flat, cuts->sizes);
+  PyObject *pieces = split_one(names, flat, cuts->sizes, cuts->piece_count);
   PyObject *runs = pieces == NULL ? NULL : split_runs(cuts, names, pieces);
   PyObject *slots = runs == NULL ? NULL : PyTuple_New(cuts->count);
 
@@ -226,7 +236,7 @@ static PyObject *split(const fdp_py_cuts *cuts, const fdp_py_names *names, PyObj
 
 PyObject *fdp_py_bucket_split(PyObject *self, PyObject *flat) {
   fdp_py_bucket *bucket = (fdp_py_bucket *)self;
-  const fdp_py_cuts *cuts;
+  fdp_py_cuts *cuts;
   fdp_py_borrower borrower;
   PyObject *result = NULL;
   fdp_view view;
@@ -235,6 +245,7 @@ PyObject *fdp_py_bucket_split(PyObject *self, PyObject *flat) {
   if (fdp_py_bucket_borrow_flat(bucket, &borrower, flat, "bucket split", &view) < 0) goto done;
   cuts = find_cuts(bucket, view.shape[0]);
   if (cuts != NULL) result = split(cuts, &borrower.state->names, flat);
+  fdp_py_cuts_drop(cuts);
 done:
   fdp_py_borrower_close(&borrower);
   return result;

@@ -12,7 +12,8 @@
 /* How a buffer is cut, kept by a bucket: made at the first split. */
 typedef struct fdp_py_cuts fdp_py_cuts;
 
-void fdp_py_cuts_free(fdp_py_cuts *cuts);
+/* Lets go of them; NULL is fine. */
+void fdp_py_cuts_drop(fdp_py_cuts *cuts);
 
 /* A METH_O method of Bucket, and METH_FASTCALL functions; _C.pyi has their arguments. */
 PyObject *fdp_py_bucket_split(PyObject *self, PyObject *flat);

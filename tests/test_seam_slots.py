@@ -160,6 +160,33 @@ class OddSplit(torch.Tensor):
         return sizes
 
 
+class SplitMeanwhile(torch.Tensor):
+    """Runs code in the middle of a split, as another thread may, since torch lets go of the GIL."""
+
+    def unsafe_split_with_sizes(self, sizes):
+        self.meanwhile(sizes)
+        return self.as_subclass(torch.Tensor).unsafe_split_with_sizes(sizes)
+
+
+def test_a_split_of_another_length_meanwhile():
+    tensors = rows((3, 16), (4, 16), (2,), (16,))
+    bucket = _C.Bucket(tensors)
+    flat = filled(bucket, tensors, bucket.size_elems).as_subclass(SplitMeanwhile)
+    longer = filled(bucket, tensors, bucket.size_elems + 9)
+    flat.meanwhile = lambda sizes: check_split(bucket, tensors, longer)
+    slots = bucket.split(flat)
+    assert [tuple(slot.shape) for slot in slots] == [tuple(tensor.shape) for tensor in tensors]
+    assert all(torch.equal(slot, t) for slot, t in zip(slots, tensors, strict=True))
+
+
+def test_sizes_that_the_tensor_changes():
+    bucket = one()
+    flat = torch.ones(bucket.size_elems).as_subclass(SplitMeanwhile)
+    flat.meanwhile = lambda sizes: sizes.append(0)
+    with pytest.raises(TypeError, match="expected a tuple of 3 tensors, got "):
+        bucket.split(flat)
+
+
 @pytest.mark.parametrize(
     "call, error, words",
     [
