@@ -25,13 +25,24 @@ def _no_gc():
     gc.enable()
 
 
-def dies(refs, seconds=2.0):
+def dies(refs, seconds=30.0):
     """Whether all weak references die; a worker may need a moment to let its last job go."""
     deadline = time.monotonic() + seconds
     while any(ref() is not None for ref in refs):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.001)
+    return True
+
+
+def leaves_a_cycle(step):
+    """One that a step makes is made each time; what else is found may be of another thread."""
+    step()
+    gc.collect()
+    for _ in range(3):
+        step()
+        if gc.collect() == 0:
+            return False
     return True
 
 
@@ -50,10 +61,7 @@ def test_a_step_leaves_no_cycle(impl, kind):
             (g,) = torch.autograd.grad(out, x, create_graph=True)
             (g**2).sum().backward()
 
-    step()
-    gc.collect()
-    step()
-    assert gc.collect() == 0
+    assert not leaves_a_cycle(step)
 
 
 @row("G3")
@@ -75,10 +83,7 @@ def test_an_error_leaves_no_cycle(fast, rank):
             return
         raise AssertionError("no error was raised")
 
-    step()
-    gc.collect()
-    step()
-    assert gc.collect() == 0
+    assert not leaves_a_cycle(step)
 
 
 def copies_of(impl, forward, n=2):
@@ -227,6 +232,14 @@ def test_a_kept_error_keeps_no_activation(fast):
     assert dies(refs) and kept.__cause__ is not None
 
 
+def threads_end(count, seconds=30.0):
+    """Whether no more threads are left; one that is dismissed needs a moment."""
+    deadline = time.monotonic() + seconds
+    while threading.active_count() > count and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return threading.active_count() <= count
+
+
 @row("G3", why="del dp frees every device")
 def test_deleting_the_wrapper_frees_replicas_and_threads(fast):
     refs = []
@@ -238,10 +251,7 @@ def test_deleting_the_wrapper_frees_replicas_and_threads(fast):
     wrapper = weakref.ref(dp)
     del dp
     assert dies([wrapper, *refs])
-    deadline = time.monotonic() + 2
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert threading.active_count() <= before
+    assert threads_end(before)
     assert module.lin.weight.grad is not None
 
 
@@ -250,10 +260,7 @@ def test_many_wrappers_do_not_pile_up_threads(fast):
     before = threading.active_count()
     for seed in range(15):
         fast.wrap(linear(seed), 3)(ints(6, 3)).sum().backward()
-    deadline = time.monotonic() + 2
-    while threading.active_count() > before + 2 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert threading.active_count() <= before + 2
+    assert threads_end(before + 2)
 
 
 @row("G3", why="data_parallel keeps its replicas by module, weakly")
@@ -326,7 +333,7 @@ def test_resident_memory_is_flat():
         for _ in range(40): step()
         sys.exit(0 if rss() - before < 24 << 20 else f"grew by {rss() - before} bytes")
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=180)
 
 
 @row("G3", why="module trees")

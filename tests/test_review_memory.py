@@ -16,7 +16,7 @@ def workers():
     return sum(thread.name.startswith("fastdp-replica") for thread in threading.enumerate())
 
 
-def ends(done, seconds=5.0):
+def ends(done, seconds=30.0):
     deadline = time.monotonic() + seconds
     while not done() and time.monotonic() < deadline:
         gc.collect()

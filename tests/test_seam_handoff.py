@@ -223,42 +223,42 @@ def alarm():
     signal.signal(signal.SIGALRM, former)
 
 
-@pytest.mark.parametrize("timeout", [-1, 30])
+@pytest.mark.parametrize("timeout", [-1, 600])
 def test_a_signal_ends_the_wait(alarm, timeout):
     handoff = _C.Handoff()
-    start = time.monotonic()
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
     with pytest.raises(Raised):
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
         handoff.take(timeout)
-    assert time.monotonic() - start < 10
     handoff.put("after")  # no sleeper is left behind
     assert handoff.take(0) == "after"
 
 
-@pytest.mark.parametrize("timeout", [-1, 30])
+@pytest.mark.parametrize("timeout", [-1, 600])
 def test_ctrl_c_raised_on_another_thread(timeout):
     handoff = _C.Handoff()
     timer = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
-    start = time.monotonic()
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         handoff.take(timeout)
-        time.sleep(30)
     timer.join()
-    assert time.monotonic() - start < 10
 
 
 def test_a_handler_that_does_not_raise_does_not_end_the_wait():
-    seen = []
-    former = signal.signal(signal.SIGALRM, lambda *_: seen.append(time.monotonic()))
+    handoff, seen = _C.Handoff(), []
+
+    def handle(number, frame):
+        seen.append(number)
+        if len(seen) == 3:
+            handoff.put("the third")
+
+    former = signal.signal(signal.SIGALRM, handle)
     try:
-        handoff = _C.Handoff()
         signal.setitimer(signal.ITIMER_REAL, 0.03, 0.03)
+        assert handoff.take(600) == "the third"
         start = time.monotonic()
         with pytest.raises(_C.TimeoutError):
-            handoff.take(0.4)
-        assert time.monotonic() - start >= 0.4
-        assert len(seen) >= 3
+            handoff.take(0.1)
+        assert time.monotonic() - start >= 0.1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
