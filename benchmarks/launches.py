@@ -38,7 +38,7 @@ from scaling import counts_of  # noqa: E402
 from step import device_of  # noqa: E402
 
 from fastdp import _C  # noqa: E402
-from fastdp.streams import distinct, open_peers  # noqa: E402
+from fastdp.streams import open_peers  # noqa: E402
 
 KERNELS, REPLAYS, MOVES = 300, 20, 20  # in one turn
 IN_GRAPH = 100
@@ -88,7 +88,7 @@ def on_stream(device: torch.device, make: Callable[[torch.device], Work]) -> Wor
 
 
 def moves(devices: Sequence[torch.device]) -> Work:
-    open_peers(distinct(devices))
+    open_peers(devices)
     rows = tuple((torch.ones(MOVED_BYTES // 4, device=device),) for device in devices)
     bucket, sources = _C.Bucket(rows[0]), rows[0]
     flats = tuple(torch.empty_like(sources[0], device=device) for device in devices[1:])

@@ -35,6 +35,7 @@ import torch
 
 from . import _C, comm_checks, comm_coalesced, comm_grad, moves
 from .arrays import TORCH, family_of, family_of_all
+from .streams import open_peers
 
 __all__ = [
     "broadcast",
@@ -325,7 +326,7 @@ def _scatter_into(family: Any, tensor: Any, out: Any, dim: int, streams: Any) ->
         )
     lanes = comm_checks.streams_for(family, streams, outputs.places, "out")
     starts = list(accumulate(lengths, initial=0))
-    moves.open_memory((family.device(source), *outputs.places))
+    open_peers((family.device(source), *outputs.places))
     for lane, run in groupby(range(len(lengths)), lanes.__getitem__):
         run = list(run)
         first, last = run[0], run[-1] + 1
@@ -345,7 +346,7 @@ def _gather_into(family: Any, tensors: Sequence[Any], out: Any, dim: int) -> Any
     expected = shapes[0][:dim] + (length,) + shapes[0][dim + 1 :]
     if outputs.shapes[0] != expected:
         raise ValueError(f"out has shape {outputs.shapes[0]}, but the result has {expected}")
-    moves.open_memory((*outputs.places, *map(family.device, sources)))
+    open_peers((*outputs.places, *map(family.device, sources)))
     _C.gather(tuple(sources), outputs.targets[0], dim)
     return outputs.written()[0]
 
@@ -356,7 +357,7 @@ def _broadcast_into(family: Any, tensor: Any, out: Any) -> Tuple[Any, ...]:
     for i, shape in enumerate(outputs.shapes):
         if shape != family.shape(tensor):
             raise ValueError(f"out[{i}] has shape {shape}, but tensor has {family.shape(tensor)}")
-    moves.open_memory((family.device(source), *outputs.places))
+    open_peers((family.device(source), *outputs.places))
     _C.broadcast(source, outputs.targets)
     return outputs.written()
 

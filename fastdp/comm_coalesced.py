@@ -14,6 +14,7 @@ import torch
 
 from . import _C, moves
 from .arrays import DLPACK, TORCH
+from .streams import open_peers
 
 
 def broadcast(
@@ -38,7 +39,7 @@ def _broadcast_dense(
     results: List[List[Any]] = [[None] * len(sources) for _ in devices]
     if not devices:  # the tensors themselves are all that was asked for
         return results
-    moves.open_memory((*devices, *map(family.device, sources)))
+    open_peers((*devices, *map(family.device, sources)))
     for group in _groups(family, [sources], limit_bytes):
         prototypes = tuple(sources[k] for k in group)
         bucket = _C.Bucket(prototypes)
@@ -95,7 +96,7 @@ def reduce(
             if family is TORCH and array.is_sparse:
                 array = array.detach().to_dense()
             dense[rank].append(family.source(array, f"inputs[{rank}][{k}]"))
-    moves.open_memory((device, *(family.device(row[0]) for row in dense if row)))
+    open_peers((device, *(family.device(row[0]) for row in dense if row)))
     for group in _groups(family, dense, limit_bytes):
         bucket = _C.Bucket(tuple(dense[0][j] for j in group))
         flat = family.flat(bucket, dense[0][group[0]], device)

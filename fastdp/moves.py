@@ -6,23 +6,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import Any, FrozenSet, Iterable, Optional, Sequence, Set, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 
 from . import _C
 from .streams import open_peers
-
-_opened: Set[FrozenSet[torch.device]] = set()
-
-
-def open_memory(devices: Iterable[torch.device]) -> None:
-    """Before the first move between some GPUs, which may come before any of the parameters."""
-    gpus = frozenset(device for device in devices if device.type == "cuda")
-    if len(gpus) < 2 or gpus in _opened:
-        return
-    open_peers(tuple(gpus))
-    _opened.add(gpus)
 
 
 def scatter(
@@ -41,7 +30,7 @@ def scatter(
             family.piece(source, dim, start, size, device)
             for start, size, device in zip(starts, sizes, devices)
         )
-        open_memory((family.device(source), *devices))
+        open_peers((family.device(source), *devices))
         _C.scatter(source, results, dim)
     return results
 
@@ -51,7 +40,7 @@ def gather(family: Any, sources: Sequence[Any], dim: int, device: torch.device) 
     length = sum(shape[dim] for shape in shapes)
     shape = shapes[0][:dim] + (length,) + shapes[0][dim + 1 :]
     result = family.joined(sources, shape, device)
-    open_memory((device, *map(family.device, sources)))
+    open_peers((device, *map(family.device, sources)))
     _C.gather(tuple(sources), result, dim)
     return result
 
@@ -59,7 +48,7 @@ def gather(family: Any, sources: Sequence[Any], dim: int, device: torch.device) 
 def broadcast(family: Any, source: Any, devices: Sequence[torch.device]) -> Tuple[Any, ...]:
     results = tuple(family.like(source, device) for device in devices)
     if results:
-        open_memory((family.device(source), *devices))
+        open_peers((family.device(source), *devices))
         _C.broadcast(source, results)
     return results
 
@@ -68,6 +57,6 @@ def reduce(family: Any, sources: Sequence[Any], device: torch.device) -> Any:
     """The sum in the order of `sources`, laid out like the first of them that lies on `device`."""
     on_device = [source for source in sources if family.device(source) == device]
     result = family.like(on_device[0] if on_device else sources[0], device)
-    open_memory((device, *map(family.device, sources)))
+    open_peers((device, *map(family.device, sources)))
     _C.reduce(tuple(sources), result)
     return result

@@ -20,8 +20,22 @@ until the compute stream has been told to wait for that read (`Communication.in_
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
+from itertools import combinations
+from typing import (
+    Any,
+    ContextManager,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import torch
 
@@ -116,13 +130,26 @@ def wait_for(then: torch.cuda.Stream, first: torch.cuda.Stream) -> None:
     then.wait_event(event)
 
 
-def open_peers(devices: Sequence[torch.device]) -> None:
-    """torch opens its memory to peers itself, at its first copy between two GPUs: memory that it
-    maps piece by piece (expandable segments) can be opened by nobody else."""
-    for source in devices:
-        for target in devices:
-            if source != target:
+# GPUs all of whose memory is open to each other: pairs, and whole lists that were asked for. A
+# child has no CUDA of its parent's.
+_open: Set[FrozenSet[torch.device]] = set()
+os.register_at_fork(after_in_child=_open.clear)
+
+
+def open_peers(devices: Iterable[torch.device]) -> None:
+    """Before the first move between some GPUs, which may come before any of the parameters. torch
+    opens its memory to peers itself, at its first copy between two GPUs: memory that it maps piece
+    by piece (expandable segments) can be opened by nobody else. Done once in a process for each two
+    GPUs; threads that meet here may both do it."""
+    gpus = tuple(dict.fromkeys(device for device in devices if device.type == "cuda"))
+    if len(gpus) < 2 or frozenset(gpus) in _open:
+        return
+    for pair in combinations(gpus, 2):
+        if frozenset(pair) not in _open:
+            for source, target in (pair, pair[::-1]):
                 torch.empty(1, device=source).to(target)
+            _open.add(frozenset(pair))
+    _open.add(frozenset(gpus))
 
 
 class Snapshot:

@@ -224,6 +224,7 @@ class PretendedCuda:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(streams, "_events", {})
+        monkeypatch.setattr(streams, "_open", set())
         monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: Empty())
 
     def names(self):

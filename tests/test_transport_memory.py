@@ -1,11 +1,12 @@
 """Memory of GPUs around a move, tried where there is none: what is asked of torch, and when."""
 
 import contextlib
+import os
 
 import pytest
 import torch
 
-from fastdp import buckets, comm, moves
+from fastdp import buckets, comm, comm_coalesced, moves, streams
 from fastdp.streams import Communication
 
 HOST = torch.device("cpu")
@@ -106,22 +107,53 @@ def copied(monkeypatch):
             pairs.append((self.device.index, target.index))
 
     monkeypatch.setattr(torch, "empty", lambda size, device: Cell(size, device))
-    monkeypatch.setattr(moves, "_opened", set())
+    monkeypatch.setattr(streams, "_open", set())
     return pairs
 
 
 def test_torch_opens_its_memory_before_the_first_move(copied):
-    moves.open_memory([GPUS[0], HOST, GPUS[1]])
+    streams.open_peers([GPUS[0], HOST, GPUS[1]])
     assert sorted(copied) == [(0, 1), (1, 0)]
-    moves.open_memory([GPUS[1], GPUS[0], GPUS[0]])
+    streams.open_peers([GPUS[1], GPUS[0], GPUS[0]])
     assert len(copied) == 2
-    moves.open_memory(iter(GPUS))
-    assert sorted(set(copied)) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    streams.open_peers(iter(GPUS))
+    assert sorted(copied) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    for _ in range(2):  # each wrapper has two of these
+        streams.Communication(GPUS, beside=False).open()
+    assert len(copied) == 6
+
+
+def test_memory_that_could_not_be_opened_is_opened_at_the_next_move(copied, monkeypatch):
+    makes = torch.empty
+
+    def fails(size, device):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "empty", fails)
+    with pytest.raises(MemoryError):
+        streams.open_peers(GPUS)
+    monkeypatch.setattr(torch, "empty", makes)
+    streams.open_peers(GPUS)
+    assert len(copied) == 6
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_knows_nothing_of_its_parents_memory():
+    streams._open.add(frozenset(GPUS))
+    try:
+        child = os.fork()
+        if child == 0:
+            os._exit(len(streams._open))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert frozenset(GPUS) in streams._open
+    finally:
+        streams._open.discard(frozenset(GPUS))
 
 
 @pytest.mark.parametrize("devices", [[], [HOST, HOST], [GPUS[0], HOST], [GPUS[1], GPUS[1]]])
 def test_one_gpu_has_nothing_to_open(copied, devices):
-    moves.open_memory(devices)
+    streams.open_peers(devices)
     assert copied == []
 
 
@@ -129,7 +161,7 @@ def test_every_move_opens_first(monkeypatch):
     from fastdp.arrays import TORCH
 
     asked = []
-    monkeypatch.setattr(moves, "open_memory", lambda devices: asked.append(list(devices)))
+    monkeypatch.setattr(moves, "open_peers", lambda devices: asked.append(list(devices)))
     tensor = torch.arange(4.0)
     moves.scatter(TORCH, tensor, [HOST, HOST], [2, 2], 0)
     moves.gather(TORCH, [tensor, tensor], 0, HOST)
@@ -140,7 +172,7 @@ def test_every_move_opens_first(monkeypatch):
 
 def test_every_move_into_memory_that_is_there_opens_first(monkeypatch):
     asked = []
-    monkeypatch.setattr(moves, "open_memory", lambda devices: asked.append(list(devices)))
+    monkeypatch.setattr(comm, "open_peers", lambda devices: asked.append(list(devices)))
     tensor, halves = torch.arange(4.0), [torch.empty(2), torch.empty(2)]
     comm.scatter(tensor, out=halves)
     comm.gather(halves, out=torch.empty(4))
@@ -150,7 +182,7 @@ def test_every_move_into_memory_that_is_there_opens_first(monkeypatch):
 
 def test_buckets_of_comm_open_first(monkeypatch):
     asked = []
-    monkeypatch.setattr(moves, "open_memory", lambda devices: asked.append(set(devices)))
+    monkeypatch.setattr(comm_coalesced, "open_peers", lambda devices: asked.append(set(devices)))
     tensors = [torch.arange(4.0), torch.arange(3.0)]
     comm.broadcast_coalesced(tensors, ["cpu", "cpu"])
     comm.reduce_add_coalesced([tensors, tensors], "cpu")
