@@ -34,7 +34,6 @@ class _Guard:
 
     def saved(self, state: torch.Tensor) -> None:
         with self._lock:
-            self._look()
             self._saved.append(state)
 
     def set(self, state: torch.Tensor, index: int) -> None:
@@ -53,7 +52,6 @@ class _Guard:
             index, position = self._foreign
             now = _position(torch.cuda.default_generators[index].get_state())
             self.drawn = self.drawn or now != position
-            self._foreign = (index, now)
 
 
 def _position(state: torch.Tensor) -> int:

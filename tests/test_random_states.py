@@ -62,6 +62,14 @@ def test_drawing_from_it_at_the_end_is_refused_too(generator):
         generator.draw()
 
 
+def test_a_draw_is_remembered_whatever_is_set_after_it(generator):
+    state = saved_elsewhere(generator)
+    with pytest.raises(NotRecordable), guarded_states():
+        torch.cuda.set_rng_state(state)
+        generator.draw()
+        torch.cuda.set_rng_state(state)
+
+
 def test_putting_it_back_without_a_draw_is_fine(generator):
     """Checkpointing without dropout, twice, with draws of its own around it."""
     state = saved_elsewhere(generator)
