@@ -1,13 +1,16 @@
-"""The options of a wrapper as its attributes, in such a way that a subclass may have the names.
+"""What a wrapper has beyond torch's, in such a way that a subclass may have the names.
 
 fastdp reads an option under a private name, `_fastdp_engine`. `Option` is what stands under the
 public one in the class: `dp.engine` reads it, `dp.engine = "eager"` writes it. Code that knew only
 nn.DataParallel may have a method, a property, a part or an attribute `engine` of its own, and finds
-it unchanged; the option is then what the constructor made it.
+it unchanged; the option is then what the constructor made it. `Method` is the same for methods such
+as `dp.memory`. Neither hides what a subclass reads in its module by a `__getattr__` of its own.
 """
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any, Callable, Dict
 
 from torch import nn
@@ -15,6 +18,20 @@ from torch import nn
 from . import environment, options
 
 _ABSENT = object()
+
+
+def _found_elsewhere(wrapper: Any, name: str, reads: bool) -> Any:
+    """What the name is without fastdp: a part of the wrapper or, if its class `reads` elsewhere
+    what it lacks, such as in the module, what is found there. `_ABSENT` where it is nothing."""
+    for kind in ("_modules", "_parameters", "_buffers"):
+        if name in wrapper.__dict__.get(kind, ()):
+            return wrapper.__dict__[kind][name]
+    if reads:
+        try:
+            return type(wrapper).__getattr__(wrapper, name)
+        except AttributeError:
+            pass
+    return _ABSENT
 
 
 class Option:
@@ -38,16 +55,8 @@ class Option:
         value = wrapper.__dict__.get(self._name, _ABSENT)
         if value is not _ABSENT:
             return value
-        for part in ("_modules", "_parameters", "_buffers"):
-            if self._name in wrapper.__dict__.get(part, ()):
-                return wrapper.__dict__[part][self._name]
-        if not self._is_ours(wrapper):
-            # It may read what it lacks elsewhere, such as in the module.
-            try:
-                return type(wrapper).__getattr__(wrapper, self._name)
-            except AttributeError:
-                pass
-        return getattr(wrapper, self._place)
+        value = _found_elsewhere(wrapper, self._name, not self._is_ours(wrapper))
+        return getattr(wrapper, self._place) if value is _ABSENT else value
 
     def __set__(self, wrapper: Any, value: Any) -> None:
         ours = self._is_ours(wrapper)
@@ -71,6 +80,23 @@ class Option:
         """Whether the wrapper is of fastdp's very class."""
         cls = type(wrapper)
         return cls is not nn.DataParallel and vars(cls).get(self._name) is self
+
+
+class Method:
+    """A method that torch's class lacks. What a subclass or an instance has under the name is found
+    before; so is a part of it."""
+
+    def __init__(self, function: Callable[..., Any], home: type) -> None:
+        self._function = function
+        self._getattr = vars(home)["__getattr__"]
+        functools.update_wrapper(self, function)
+
+    def __get__(self, wrapper: Any, owner: Any = None) -> Any:
+        if wrapper is None:
+            return self._function
+        reads = type(wrapper).__getattr__ is not self._getattr
+        value = _found_elsewhere(wrapper, self._function.__name__, reads)
+        return types.MethodType(self._function, wrapper) if value is _ABSENT else value
 
 
 class Standard:
@@ -110,11 +136,16 @@ OPTIONS.update((name, _flag(name)) for name in _FLAGS.split())
 OPTIONS["gather_outputs"] = _flag("gather_outputs", True)
 
 
-def add_options(cls: Any) -> None:
-    """Gives a class of wrappers the attributes."""
+def add_attributes(cls: Any) -> None:
+    """Gives a class of wrappers the options, and makes `Method`s of what torch's class lacks."""
     for name, option in OPTIONS.items():
         setattr(cls, name, option)
         setattr(cls, f"_fastdp_{name}", Standard(option, f"_fastdp_{name}"))
+    for part in reversed([part for part in cls.__mro__ if part not in nn.DataParallel.__mro__]):
+        for name, value in list(vars(part).items()):
+            is_public = isinstance(value, types.FunctionType) and not name.startswith("_")
+            if is_public and not hasattr(nn.DataParallel, name):
+                setattr(cls, name, Method(value, cls))
 
 
 def is_wrapper(thing: Any) -> bool:

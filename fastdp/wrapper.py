@@ -123,7 +123,7 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
         timeout_s: Optional[float] = None,
         compile: Union[bool, Dict[str, Any], None] = None,
     ) -> None:
-        # Past nn.DataParallel.__init__, which without a GPU knows no device at all, to what it calls.
+        # Past nn.DataParallel.__init__, which without a GPU knows no device, to what that calls.
         super(nn.DataParallel, self).__init__()
         _torch_compat.log_use("fastdp.DataParallel")
         self.module = module

@@ -176,11 +176,13 @@ def own_functions_that_call_super():
 
 
 def test_super_in_fastdps_class_reaches_beyond_torchs():
-    """In torch's class `super()` starts behind it, so what only torch's class has is not found."""
+    """In torch's class `super()` starts behind it, so what only torch's class has is not found.
+    `__init__` says itself that it starts behind torch's."""
     torch_has = {n for n, v in vars(nn.DataParallel).items() if isinstance(v, types.FunctionType)}
     assert {"forward", "scatter", "gather", "__init__"} <= torch_has
     for name, code in own_functions_that_call_super().items():
-        assert not torch_has & set(code.co_names), name
+        assert not (torch_has - {"__init__"}) & set(code.co_names), name
+        assert "__init__" not in code.co_names or {"nn", "DataParallel"} <= set(code.co_names)
     assert "__getattr__" in own_functions_that_call_super()
 
 
