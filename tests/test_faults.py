@@ -217,7 +217,7 @@ def census():
     return tensors, len(os.listdir("/proc/self/fd"))
 
 
-def settled(count, seconds=5.0):
+def settled(count, seconds=30.0):
     """Threads that were dismissed need a moment to end."""
     ends = time.monotonic() + seconds
     while threading.active_count() > count and time.monotonic() < ends:
