@@ -6,6 +6,9 @@
  * "at once, on the calling thread", as torch's CPU operators run; on CUDA the legacy default
  * stream. So a framework's own stream handle can be passed as it is.
  *
+ * What closes or drops has no status to give, and leaves the thread's message as it is: it may be
+ * that of the failure on whose way out it is called.
+ *
  * Whatever is enqueued reads its argument arrays before the call returns; the memory that they
  * point to must live until the work has run. */
 #ifndef FDP_DEVICE_H

@@ -53,8 +53,8 @@ static fdp_status memory_take(fdp_device *device, size_t size_bytes, void **addr
 
 static void memory_drop(fdp_device *device, void *address) {
   fdp_cuda_guard guard;
-  if (!address || fdp_cuda_guard_enter(&guard, device) != FDP_OK) return;
-  (void)fdp_cuda_guard_finish(&guard, (int)cudaFree(address), "memory_drop");
+  if (!address || !fdp_cuda_guard_enter_quietly(&guard, device)) return;
+  fdp_cuda_guard_finish_quietly(&guard, (int)cudaFree(address));
 }
 
 static fdp_status pinned_take(fdp_device *device, size_t size_bytes, void **address) {
@@ -74,8 +74,8 @@ static fdp_status pinned_take(fdp_device *device, size_t size_bytes, void **addr
 
 static void pinned_drop(fdp_device *device, void *address) {
   fdp_cuda_guard guard;
-  if (!address || fdp_cuda_guard_enter(&guard, device) != FDP_OK) return;
-  (void)fdp_cuda_guard_finish(&guard, (int)cudaFreeHost(address), "pinned_drop");
+  if (!address || !fdp_cuda_guard_enter_quietly(&guard, device)) return;
+  fdp_cuda_guard_finish_quietly(&guard, (int)cudaFreeHost(address));
 }
 
 static fdp_status peer_reach(fdp_device *device, fdp_device *peer) {

@@ -42,20 +42,36 @@ static void restore_device(const fdp_cuda_guard *guard) {
   if (cudaSetDevice(previous) != cudaSuccess) (void)cudaGetLastError();
 }
 
-fdp_status fdp_cuda_guard_enter(fdp_cuda_guard *guard, fdp_device *device) {
+/* The runtime's code; where that is an error, it came of `what`. */
+static int enter(fdp_cuda_guard *guard, fdp_device *device, const char **what) {
   int previous = 0;
   guard->device = device;
+  *what = "making the device current";
   int code = cudaGetDevice(&previous);
   if (code == cudaSuccess && previous != device->id.ordinal) {
     code = cudaSetDevice(device->id.ordinal);
   }
   guard->previous_ordinal = previous;
-  if (code != cudaSuccess) return fdp_cuda_check(device, code, "making the device current");
+  if (code != cudaSuccess) return code;
+  *what = "setting the stream capture mode";
   enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   code = cudaThreadExchangeStreamCaptureMode(&mode);
   guard->previous_mode = (int32_t)mode;
   if (code != cudaSuccess) restore_device(guard);
-  return fdp_cuda_check(device, code, "setting the stream capture mode");
+  return code;
+}
+
+fdp_status fdp_cuda_guard_enter(fdp_cuda_guard *guard, fdp_device *device) {
+  const char *what;
+  int code = enter(guard, device, &what);
+  return fdp_cuda_check(device, code, what);
+}
+
+bool fdp_cuda_guard_enter_quietly(fdp_cuda_guard *guard, fdp_device *device) {
+  const char *what;
+  int code = enter(guard, device, &what);
+  if (code != cudaSuccess) (void)cudaGetLastError();
+  return code == cudaSuccess;
 }
 
 void fdp_cuda_guard_leave(const fdp_cuda_guard *guard) {
@@ -68,6 +84,11 @@ fdp_status fdp_cuda_guard_finish(const fdp_cuda_guard *guard, int code, const ch
   fdp_status status = fdp_cuda_check(guard->device, code, what);
   fdp_cuda_guard_leave(guard);
   return status;
+}
+
+void fdp_cuda_guard_finish_quietly(const fdp_cuda_guard *guard, int code) {
+  if (code != cudaSuccess) (void)cudaGetLastError();
+  fdp_cuda_guard_leave(guard);
 }
 
 void fdp_cuda_guard_prepare(fdp_cuda_device *device) {

@@ -19,6 +19,10 @@ typedef struct fdp_cuda_guard {
  * thread. */
 fdp_status fdp_cuda_guard_enter(fdp_cuda_guard *guard, fdp_device *device);
 void fdp_cuda_guard_leave(const fdp_cuda_guard *guard);
+/* The same for what closes: it tells nobody of its failures, and leaves the thread's message, which
+ * may be that of the failure it cleans up after. True: the guard was entered. */
+bool fdp_cuda_guard_enter_quietly(fdp_cuda_guard *guard, fdp_device *device);
+void fdp_cuda_guard_finish_quietly(const fdp_cuda_guard *guard, int code);
 /* Leaves with the status of the one call that was made under the guard: fdp_cuda_check, then
  * fdp_cuda_guard_leave. */
 fdp_status fdp_cuda_guard_finish(const fdp_cuda_guard *guard, int code, const char *what);

@@ -22,24 +22,19 @@ static cudaError_t query_event(void *event) { return cudaEventQuery(event); }
 static cudaError_t query_stream(void *stream) { return cudaStreamQuery(stream); }
 
 /* Asks at once and again, with sleeps that grow from nothing to half a millisecond: short waits
- * stay short, and long ones leave the processor alone. The device is current. */
-static fdp_status wait_for(fdp_device *device, cudaError_t (*query)(void *), void *handle,
-                           const char *what, int64_t timeout_ms,
-                           const volatile int *abort_flag) {
+ * stay short, and long ones leave the processor alone. Writes no message; FDP_DEVICE_ERROR is
+ * `*code`. The device is current. */
+static fdp_status poll_for(cudaError_t (*query)(void *), void *handle, int64_t timeout_ms,
+                           const volatile int *abort_flag, cudaError_t *code) {
   const int64_t longest_ns = 500000;
   int64_t start_ns = now_ns();
   for (int64_t pause_ns = 0;; pause_ns += pause_ns / 4 + 100) {
-    cudaError_t code = query(handle);
-    if (code != cudaErrorNotReady) return fdp_cuda_check(device, (int)code, what);
+    *code = query(handle);
+    if (*code == cudaSuccess) return FDP_OK;
     (void)cudaGetLastError();
-    if (is_raised(abort_flag)) {
-      return fdp_fail(FDP_ABORTED, "cuda:%d: %s: the wait was told to stop", device->id.ordinal,
-                      what);
-    }
-    if ((now_ns() - start_ns) / 1000000 >= timeout_ms) {
-      return fdp_fail(FDP_TIMED_OUT, "cuda:%d: %s: not done within %" PRId64 " ms",
-                      device->id.ordinal, what, timeout_ms);
-    }
+    if (*code != cudaErrorNotReady) return FDP_DEVICE_ERROR;
+    if (is_raised(abort_flag)) return FDP_ABORTED;
+    if ((now_ns() - start_ns) / 1000000 >= timeout_ms) return FDP_TIMED_OUT;
     if (pause_ns > longest_ns) pause_ns = longest_ns;
     if (pause_ns > 2000) nanosleep(&(struct timespec){.tv_nsec = (long)pause_ns}, NULL);
   }
@@ -59,10 +54,11 @@ fdp_status fdp_cuda_stream_open(fdp_device *device, fdp_stream **stream) {
 
 void fdp_cuda_stream_close(fdp_device *device, fdp_stream *stream, int64_t timeout_ms) {
   fdp_cuda_guard guard;
-  if (!stream || fdp_cuda_guard_enter(&guard, device) != FDP_OK) return;
-  (void)wait_for(device, query_stream, stream, "stream_close", timeout_ms, NULL);
-  int code = (int)cudaStreamDestroy((cudaStream_t)(void *)stream);
-  (void)fdp_cuda_guard_finish(&guard, code, "stream_close");
+  cudaError_t code;
+  if (!stream || !fdp_cuda_guard_enter_quietly(&guard, device)) return;
+  (void)poll_for(query_stream, stream, timeout_ms, NULL, &code);
+  code = cudaStreamDestroy((cudaStream_t)(void *)stream);
+  fdp_cuda_guard_finish_quietly(&guard, (int)code);
 }
 
 fdp_status fdp_cuda_stream_wait(fdp_device *device, fdp_stream *stream, fdp_event *event) {
@@ -86,9 +82,9 @@ fdp_status fdp_cuda_event_open(fdp_device *device, fdp_event **event) {
 
 void fdp_cuda_event_close(fdp_device *device, fdp_event *event) {
   fdp_cuda_guard guard;
-  if (!event || fdp_cuda_guard_enter(&guard, device) != FDP_OK) return;
+  if (!event || !fdp_cuda_guard_enter_quietly(&guard, device)) return;
   int code = (int)cudaEventDestroy((cudaEvent_t)(void *)event);
-  (void)fdp_cuda_guard_finish(&guard, code, "event_close");
+  fdp_cuda_guard_finish_quietly(&guard, code);
 }
 
 fdp_status fdp_cuda_event_record(fdp_device *device, fdp_event *event, fdp_stream *stream) {
@@ -117,7 +113,17 @@ fdp_status fdp_cuda_event_synchronize(fdp_device *device, fdp_event *event, int6
   fdp_cuda_guard guard;
   fdp_status status = fdp_cuda_guard_enter(&guard, device);
   if (status != FDP_OK) return status;
-  status = wait_for(device, query_event, event, "event_synchronize", timeout_ms, abort_flag);
+  static const char what[] = "event_synchronize";
+  cudaError_t code;
+  status = poll_for(query_event, event, timeout_ms, abort_flag, &code);
+  if (status == FDP_DEVICE_ERROR) status = fdp_cuda_check(device, (int)code, what);
+  if (status == FDP_ABORTED) {
+    fdp_fail(status, "cuda:%d: %s: the wait was told to stop", device->id.ordinal, what);
+  }
+  if (status == FDP_TIMED_OUT) {
+    fdp_fail(status, "cuda:%d: %s: not done within %" PRId64 " ms", device->id.ordinal, what,
+             timeout_ms);
+  }
   fdp_cuda_guard_leave(&guard);
   return status;
 }

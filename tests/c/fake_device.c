@@ -118,6 +118,35 @@ static void test_each_call(fdp_device *device) {
   fake_reset();
 }
 
+/* What closes is called on the way out of a failure, whose message it leaves: on a device that went
+ * wrong, closing fails too. */
+static void test_closing(fdp_device *device) {
+  static const char *const calls[] = {"cudaStreamDestroy", "cudaEventDestroy", "cudaFree",
+                                      "cudaFreeHost", "cudaSetDevice", "cudaStreamQuery"};
+  const fdp_device_ops *ops = device->ops;
+  for (int k = 0; k < 6; k++) {
+    fdp_stream *stream = NULL;
+    fdp_event *event = NULL;
+    void *address = NULL, *pinned = NULL;
+    CHECK(ops->stream_open(device, &stream) == FDP_OK);
+    CHECK(ops->event_open(device, &event) == FDP_OK);
+    CHECK(ops->memory_take(device, 8, &address) == FDP_OK);
+    CHECK(ops->pinned_take(device, 8, &pinned) == FDP_OK);
+    fdp_fail(FDP_TIMED_OUT, "what matters");
+    fake_fail(calls[k], cudaErrorIllegalAddress);
+    ops->stream_close(device, stream);
+    ops->event_close(device, event);
+    ops->memory_drop(device, address);
+    ops->pinned_drop(device, pinned);
+    if (k == 4) free(address); /* no device, no call */
+    if (k == 4) free(pinned);
+    CHECK(strcmp(fdp_last_message(), "what matters") == 0);
+    CHECK(fake.last_error == cudaSuccess && fake.current == 0);
+    CHECK(fake.mode == cudaStreamCaptureModeGlobal);
+    fake_reset();
+  }
+}
+
 static void test_guard(fdp_device *device) {
   fdp_cuda_guard guard;
   fake_fail("cudaSetDevice", cudaErrorIllegalAddress);
@@ -219,6 +248,7 @@ int main(void) {
   if (device) {
     test_memory(device);
     test_each_call(device);
+    test_closing(device);
     test_guard(device);
     test_alive(device);
     test_waits(device);
