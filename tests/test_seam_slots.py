@@ -279,8 +279,13 @@ def test_references():
         _C.are_plain((flat, *tensors, None), torch.strided, True)
         return weakref.ref(slots[0]), weakref.ref(slots[1])
 
+    def is_flat():
+        before = [sys.getrefcount(each) for each in held]
+        for _ in range(50):
+            assert all(gone() is None for gone in run())
+        return [sys.getrefcount(each) for each in held] == before
+
     assert all(gone() is None for gone in run())
-    before = [sys.getrefcount(each) for each in held]
-    for _ in range(50):
-        assert all(gone() is None for gone in run())
-    assert [sys.getrefcount(each) for each in held] == before
+    gc.collect()
+    # Classes count their instances, and some that earlier tests had left may go meanwhile.
+    assert any(is_flat() for _ in range(3))

@@ -166,8 +166,12 @@ def test_reference_counts_are_flat(fast):
             module.zero_grad()
             dp(x).sum().backward()
 
+    def is_flat():
+        before, nones = counts(), sys.getrefcount(None)
+        run(200)
+        return counts() == before and abs(sys.getrefcount(None) - nones) < 100
+
     run(20)
-    before, nones = counts(), sys.getrefcount(None)
-    run(200)
-    assert counts() == before
-    assert abs(sys.getrefcount(None) - nones) < 100
+    gc.collect()
+    # Classes count their instances, and some that earlier tests had left may go meanwhile.
+    assert any(is_flat() for _ in range(3))
