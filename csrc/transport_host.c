@@ -1,5 +1,6 @@
 #include "transport_host.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "relay.h"
@@ -50,9 +51,11 @@ static fdp_status lease_close(host_lease *lease, const fdp_endpoint *source,
                               const fdp_endpoint *targets, int32_t target_count,
                               fdp_status status) {
   fdp_stream_ref users[FDP_POOL_MAX_USERS];
+  char message[FDP_MESSAGE_BYTES]; /* of the failure that came first */
   int32_t count = 0;
   bool is_in_use = false; /* by the host, for all that is known */
   if (!lease->buffer) return status;
+  snprintf(message, sizeof message, "%s", fdp_last_message());
   for (int32_t i = -1; i < target_count; ++i) {
     const fdp_endpoint *user = i < 0 ? source : &targets[i];
     if (i < 0 && status == FDP_OK) continue;
@@ -60,8 +63,10 @@ static fdp_status lease_close(host_lease *lease, const fdp_endpoint *source,
       users[count++] = fdp_endpoint_ref(user);
     } else if (user->stream) {
       fdp_status drained = drain(user);
-      if (status == FDP_OK) status = drained;
-      if (drained != FDP_OK) is_in_use = true;
+      if (drained == FDP_OK) continue;
+      is_in_use = true;
+      status = status == FDP_OK ? drained : fdp_fail(status, "%s", message);
+      snprintf(message, sizeof message, "%s", fdp_last_message());
     }
   }
   fdp_buffer *buffer = lease->buffer;

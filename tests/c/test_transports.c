@@ -121,6 +121,43 @@ static void test_host_memory(rig_layout layout) {
   rig_array_close(&back);
 }
 
+static fdp_status fail_for_good(void *unused) {
+  (void)unused;
+  return fdp_fail(FDP_DEVICE_ERROR, "gone wrong");
+}
+
+/* A copy from a GPU to a stream of the host that has failed: it is told by what it failed of first,
+ * whatever else goes wrong while it cleans up. */
+static void test_first_failure(void) {
+  rig ranks;
+  fdp_device *device = NULL;
+  fdp_stream *stream = NULL;
+  rig_open(&ranks, RIG_HOST);
+  rig_array source = rig_array_open(float32, 1, (int64_t[]){200}, RIG_ROWS, ranks.ids[1]);
+  rig_array target = rig_array_open(float32, 1, (int64_t[]){200}, RIG_ROWS, host);
+  rig_fill(&source, 1);
+  CHECK_OK(fdp_context_device(ranks.context, host, &device));
+  CHECK_OK(device->ops->stream_open(device, &stream));
+  CHECK_OK(fdp_device_host_enqueue(device, stream, fail_for_good, NULL));
+  int32_t shortages = 0;
+  for (bool reached = true; reached; ++shortages) {
+    check_case("allocation %d fails", shortages + 1);
+    check_fail_allocation(shortages + 1);
+    fdp_status status = fdp_gather(ranks.context, &source.view, &ranks.streams[1], 1, &target.view,
+                                   stream, 0);
+    reached = check_allocation_failed();
+    CHECK_EQUAL(status, reached ? FDP_OUT_OF_MEMORY : FDP_DEVICE_ERROR);
+    CHECK((strcmp(fdp_last_message(), "gone wrong") == 0) == (status == FDP_DEVICE_ERROR));
+  }
+  CHECK(shortages > 4);
+  check_case("%s", "");
+  rig_finish(&ranks);
+  device->ops->stream_close(device, stream);
+  rig_close(&ranks);
+  rig_array_close(&target);
+  rig_array_close(&source);
+}
+
 /* --- peers that stall --- */
 
 /* The check leaves everything open when peers stall: kept here, to close it in their place. */
@@ -257,6 +294,7 @@ void test_transports(void) {
   test_own_reads(RIG_PEER);
   test_own_reads(RIG_HOST);
   for (int32_t layout = 0; layout < RIG_EXPANDED; ++layout) test_host_memory((rig_layout)layout);
+  test_first_failure();
   test_stall();
   test_idle_rank();
 }
