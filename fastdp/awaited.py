@@ -15,6 +15,7 @@ import functools
 import torch
 
 from . import _C, _torch_compat
+from .streams import current_stream
 
 
 def make_gate(device: torch.device) -> _C.Gate:
@@ -23,4 +24,4 @@ def make_gate(device: torch.device) -> _C.Gate:
 
 
 def _wait(device: torch.device, event: torch.cuda.Event) -> None:
-    torch.cuda.current_stream(device).wait_event(event)
+    current_stream(device).wait_event(event)

@@ -28,7 +28,7 @@ import torch
 from .attributes import is_wrapper
 from .devices import parse_devices
 from .staging import Staged, Stager, names_of
-from .streams import current, distinct
+from .streams import current, current_stream, distinct
 from .thread_state import ThreadState
 from .wrapper import DataParallel
 
@@ -148,7 +148,7 @@ class _Feed:
             self._permits.put([])
 
     def start(self, loader: Iterator[Any], stager: Stager) -> None:
-        streams = [torch.cuda.current_stream(device) for device in self._gpus]
+        streams = [current_stream(device) for device in self._gpus]
         self._work = _Work(loader, stager, streams, self._permits, self._ready)
         self._thread = threading.Thread(target=self._work.run, name="fastdp-prefetch", daemon=True)
         _feeds.add(self)
@@ -175,7 +175,7 @@ class _Feed:
         events = []
         for device in self._gpus:
             event = torch.cuda.Event(blocking=True)
-            event.record(torch.cuda.current_stream(device))
+            event.record(current_stream(device))
             events.append(event)
         self._permits.put(events)
         return staged.received()

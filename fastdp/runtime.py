@@ -15,7 +15,7 @@ from .balance import Balance
 from .deadlines import Deadline
 from .devices import parse_devices
 from .replicas import Lease, Replicator
-from .streams import distinct
+from .streams import current_stream, distinct
 from .surprises import Surprises
 from .workers import Teams
 
@@ -70,7 +70,7 @@ class Runtime:
 
     def current_streams(self) -> List[Any]:
         """Those of the calling thread, one for each GPU."""
-        return [torch.cuda.current_stream(device) for device in distinct(self.devices)]
+        return [current_stream(device) for device in distinct(self.devices)]
 
     def reports(self) -> Any:
         """(signatures, reasons) of the engine, as `Engine` gives them."""

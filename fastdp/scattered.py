@@ -10,6 +10,7 @@ import torch
 from .containers import place
 from .devices import parse_device
 from .functions import gather_tensors
+from .streams import current_stream
 
 __all__ = ["Scattered"]
 
@@ -75,7 +76,7 @@ class Scattered:
     def slices(self) -> Tuple[torch.Tensor, ...]:
         """The slices, ready on the streams that are current for this thread."""
         if self._arrived:
-            now = {device: torch.cuda.current_stream(device) for device in self._arrived}
+            now = {device: current_stream(device) for device in self._arrived}
             for device, event in self._arrived.items():
                 now[device].wait_event(event)
             for part in self._slices:

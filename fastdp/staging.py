@@ -16,7 +16,7 @@ from .containers import with_items
 from .devices import HOST, parse_device
 from .options import sizes_for
 from .scattered import Scattered
-from .streams import current, distinct, wait_for
+from .streams import current, current_stream, distinct, wait_for
 
 Events = Dict[torch.device, torch.cuda.Event]
 Change = Callable[[torch.Tensor], Any]
@@ -42,7 +42,7 @@ class Staged(NamedTuple):
     def received(self) -> Any:
         """The batch, for the thread and the streams that are to work with it."""
         for tensor in self.whole:
-            stream = torch.cuda.current_stream(tensor.device)
+            stream = current_stream(tensor.device)
             stream.wait_event(self.arrived[tensor.device])
             tensor.record_stream(stream)
         return self.batch
@@ -162,7 +162,7 @@ class Stager:
             return moves.broadcast(TORCH, source, (device,))[0]
         streams = [_copy_stream(gpu) for gpu in gpus]
         for stream in streams:
-            wait_for(stream, torch.cuda.current_stream(part.device))
+            wait_for(stream, current_stream(part.device))
         sources.append(source)
         with current(streams):
             return moves.broadcast(TORCH, source, (device,))[0]

@@ -8,6 +8,7 @@ from typing import Any, Deque, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 
 from . import _torch_compat
+from .streams import current_stream
 
 # Looks that are remembered: a bucket of a backward is one.
 _MAX_LOOKS = 10_000
@@ -49,7 +50,7 @@ class Witness:
         norm, there = torch.stack(norms).sum(), None
         if device.type == "cuda":
             there = torch.cuda.Event()
-            there.record(torch.cuda.current_stream(device))
+            there.record(current_stream(device))
         self._looks.append(_Look(rank, norm, there))
 
     def replicas(self) -> Tuple[int, ...]:

@@ -6,7 +6,7 @@ it is resumed."""
 import pytest
 import torch
 
-from fastdp import awaited, backwards, plans, recordings, replica_sets, replicas, runtime, streams
+from fastdp import _torch_compat, awaited, plans, replica_sets, replicas, runtime, streams
 
 GPUS = [torch.device("cuda", index) for index in range(2)]
 
@@ -77,6 +77,9 @@ class Gpus:
         def current_stream(device):
             return self.current[device if device in self.current else self.devices[0]]
 
+        def raw_stream(index):
+            return self.current[self.devices[index or 0]].cuda_stream
+
         def set_stream(stream):
             self.current[stream.device] = stream
 
@@ -89,8 +92,8 @@ class Gpus:
             "set_device": lambda device: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        for module in (streams, recordings, backwards):
-            monkeypatch.setattr(module, "current_stream", current_stream)
+        monkeypatch.setattr(_torch_compat, "raw_stream", raw_stream)
+        monkeypatch.setattr(streams, "_known", {})
         monkeypatch.setattr(streams, "_events", {})
         monkeypatch.setattr(streams, "open_peers", lambda devices: None)
         for module in (streams, runtime):

@@ -22,7 +22,7 @@ from test_orders import (  # noqa: F401
 from torch import nn
 
 import fastdp
-from fastdp import backwards, recordings, streams
+from fastdp import _torch_compat
 
 COUNT = 8
 pytestmark = can_pretend(COUNT)
@@ -44,15 +44,13 @@ def census(hidden, count):
     """Records of events, waits for them, and accesses to streams that a step makes."""
     with pytest.MonkeyPatch.context() as patch:
         gpus = Gpus(patch, hidden, count)
-        asked = [0]
+        asked, raw_stream = [0], _torch_compat.raw_stream
 
-        def counted(device):
+        def counted(index):
             asked[0] += 1
-            return gpus.current[device if device in gpus.current else gpus.devices[0]]
+            return raw_stream(index)
 
-        patch.setattr(torch.cuda, "current_stream", counted)
-        for module in (streams, recordings, backwards):
-            patch.setattr(module, "current_stream", counted)
+        patch.setattr(_torch_compat, "raw_stream", counted)
         module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
         dp = fastdp.DataParallel(module, ["cpu"] * count, bucket_bytes=1)
         x = torch.ones(2 * count, 4)
