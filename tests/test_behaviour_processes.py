@@ -20,7 +20,7 @@ row = pytest.mark.row
 # thread that holds it up holds it up for good.
 HANGS_S = 60
 # Of a whole process, which imports torch first.
-ENDS_S = 180
+ENDS_S = 300
 
 PRELUDE = """
 import os, signal, sys, threading, time, warnings

@@ -369,4 +369,4 @@ except TypeError as error:
 else:
     raise AssertionError
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=300)

@@ -303,7 +303,7 @@ def test_one_graph_is_compiled_in_turn():
         other.start()
         other.join(0.2)
         assert other.is_alive()
-    other.join(60)
+    other.join(300)
     assert dp._fastdp_compiled.count == 1
 
 
@@ -331,7 +331,7 @@ def test_a_wrapper_inside_compiles_on_its_own_threads_while_the_outer_waits(n):
     # A thread that may be left behind, where this hangs.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(300)
     assert found, "the replicas of the inner wrapper wait for the outer one, and it for them"
     want = inner.module(torch.relu(outer.module.layer(x)))
     torch.testing.assert_close(found[0], want)

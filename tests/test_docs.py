@@ -60,7 +60,7 @@ def run_alone(tmp_path, code, *before, **environment):
     script = tmp_path / "script.py"
     script.write_text(code)
     done = subprocess.run(
-        [sys.executable, *before, str(script)], capture_output=True, text=True, timeout=120,
+        [sys.executable, *before, str(script)], capture_output=True, text=True, timeout=300,
         env={**os.environ, **NO_GPU, **environment},
     )  # fmt: skip
     assert done.returncode == 0 or gloo.AT_EXIT in done.stderr, done.stdout + done.stderr
@@ -195,7 +195,7 @@ def test_the_command_runs_a_script(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     done = subprocess.run(
         [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, **NO_GPU}, timeout=120,
+        env={**os.environ, **NO_GPU}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
     assert done.stdout == "DataParallel 2 5 2\n"

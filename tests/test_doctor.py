@@ -427,7 +427,7 @@ def test_the_command_where_it_is_run():
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     env.pop("FASTDP_TEST_BAD_PEER", None)
     words = [sys.executable, "-m", "fastdp", "doctor", "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=env)
     found = json.loads(done.stdout)
     assert not set(found["failed"]) - OF_NVIDIA_SMI
     assert found["versions"]["torch"] == torch.__version__

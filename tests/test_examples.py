@@ -50,7 +50,7 @@ def finish(process, code=0):
 
 def wait_for(process):
     try:
-        return process.communicate(timeout=120)
+        return process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
@@ -129,7 +129,7 @@ def test_ddp_reduced_to_fastdp_ends_with_the_same_weights(tmp_path):
 
 def test_ddp_before_under_torchrun_says_so_at_once():
     process = start("ddp_before.py", environment={**NO_GPU, "TORCHELASTIC_RUN_ID": "none"})
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 2 and "run it by python, without torchrun" in err
 
 

@@ -185,7 +185,7 @@ def test_buckets_of_arrays():
 
 def run(code):
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

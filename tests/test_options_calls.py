@@ -516,7 +516,7 @@ def test_the_transport_of_a_keyword_beats_the_environment():
         [sys.executable, "-c", TRANSPORT_SCRIPT],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "FASTDP_TRANSPORT": "host"},
     )
     assert run.returncode == 0, run.stderr

@@ -265,7 +265,7 @@ print(os.waitpid(child, 0)[1] == 0)
 def test_an_end_by_force_leaves_no_thread(name):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ENDINGS[name]],
-        capture_output=True, text=True, timeout=180, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "[]\nTrue\n"), done.stderr
     assert done.stderr == ""

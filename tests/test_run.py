@@ -35,7 +35,7 @@ def folder(tmp_path):
                 input=stdin,
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=300,
             )
             return done.returncode, done.stdout, done.stderr
 
@@ -89,7 +89,10 @@ ENDS = {
                 {}[n]
             except KeyError as error:
                 raise ValueError("a \\u00e9 b") from error
-        threading.Timer(0.3, print, ["a last thread"]).start()
+        def last():
+            threading.main_thread().join()
+            print("a last thread")
+        threading.Thread(target=last).start()
         sys.excepthook = lambda *a, old=sys.excepthook: (print("hooked"), old(*a))
         outer(3)
         """,

@@ -19,7 +19,7 @@ def run(code, **environment):
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
-        timeout=120,
+        timeout=300,
     )
 
 
