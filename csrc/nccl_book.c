@@ -19,10 +19,21 @@ typedef struct book_entry {
   char reason[FDP_MESSAGE_BYTES / 4];
 } book_entry;
 
+/* What the environment says, read at the first use between GPUs. CUDA and NCCL read it once
+ * too; and later reads, without Python's lock, could meet a thread that changes it. */
+typedef struct book_environment {
+  bool is_read;
+  bool launches_block;   /* CUDA_LAUNCH_BLOCKING */
+  bool is_nonblocking;   /* NCCL_COMM_BLOCKING=0 */
+  bool wants_many_ranks; /* several on one GPU; without that, replicas on it share a rank */
+  bool is_without_nvls;
+} book_environment;
+
 struct fdp_nccl_book {
   int64_t timeout_ms;
   fdp_peer_book *peers;
   pthread_mutex_t mutex; /* guards all below */
+  book_environment environment;
   bool is_looked_for;
   bool is_found;
   char missing[FDP_MESSAGE_BYTES]; /* if it was looked for and not found */
@@ -74,12 +85,25 @@ static bool is_zero(const char *name) {
   return text && strcmp(text, "0") == 0;
 }
 
-static bool fits_environment(char *reason, size_t reason_bytes) {
+static void read_environment_locked(fdp_nccl_book *book) {
+  if (book->environment.is_read) return;
+  book->environment = (book_environment){
+      .is_read = true,
+      .launches_block = is_on("CUDA_LAUNCH_BLOCKING"),
+      .is_nonblocking = is_zero("NCCL_COMM_BLOCKING"),
+      .wants_many_ranks = is_on("NCCL_MULTI_RANK_GPU_ENABLE"),
+      .is_without_nvls = is_zero("NCCL_NVLS_ENABLE"),
+  };
+}
+
+static bool fits_environment_locked(fdp_nccl_book *book, char *reason, size_t reason_bytes) {
+  const book_environment *environment = &book->environment;
   const char *why = NULL;
-  if (is_on("CUDA_LAUNCH_BLOCKING")) {
+  read_environment_locked(book);
+  if (environment->launches_block) {
     why = "CUDA_LAUNCH_BLOCKING is set: one thread that launches for several GPUs, each launch "
           "waiting for its end, would wait for ever";
-  } else if (is_zero("NCCL_COMM_BLOCKING")) {
+  } else if (environment->is_nonblocking) {
     why = "NCCL_COMM_BLOCKING is 0, must not be: communicators that do not block start a thread "
           "for each group";
   }
@@ -96,9 +120,6 @@ static bool find_library_locked(fdp_nccl_book *book, char *reason, size_t reason
   if (!book->is_found) snprintf(reason, reason_bytes, "%s", book->missing);
   return book->is_found;
 }
-
-/* Whether the user asks for several ranks on one GPU. Without that, replicas on it share a rank. */
-static bool wants_many_ranks(void) { return is_on("NCCL_MULTI_RANK_GPU_ENABLE"); }
 
 static bool repeats(const fdp_nccl_seats *seats) {
   for (int32_t i = 1; i < seats->count; ++i) {
@@ -136,7 +157,7 @@ static bool can_repeat_locked(const fdp_nccl_book *book, const fdp_nccl_seats *s
              book->library.path);
     return false;
   }
-  if (!is_zero("NCCL_NVLS_ENABLE")) {
+  if (!book->environment.is_without_nvls) {
     snprintf(reason, reason_bytes, "NCCL_MULTI_RANK_GPU_ENABLE is set and a GPU is listed several "
              "times: NCCL_NVLS_ENABLE must be 0 for that");
     return false;
@@ -252,11 +273,12 @@ static fdp_status ready_locked(fdp_nccl_session *session, const fdp_endpoint *ho
   book_entry *entry = NULL;
   int32_t places[FDP_NCCL_MAX_SEATS];
   if (!is_one_backend(home, others, other_count, reason, sizeof reason) ||
-      !fits_environment(reason, sizeof reason) ||
+      !fits_environment_locked(book, reason, sizeof reason) ||
       !find_library_locked(book, reason, sizeof reason)) {
     return fdp_fail(FDP_UNSUPPORTED, "%s", reason);
   }
-  fdp_nccl_seats_plan(home, others, other_count, wants_many_ranks(), seats);
+  bool may_repeat = book->environment.wants_many_ranks;
+  fdp_nccl_seats_plan(home, others, other_count, may_repeat, seats);
   if (!is_even(seats)) fdp_nccl_seats_plan(home, others, other_count, false, seats);
   if (!can_repeat_locked(book, seats, reason, sizeof reason)) {
     return fdp_fail(FDP_UNSUPPORTED, "%s", reason);

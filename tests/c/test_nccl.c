@@ -82,6 +82,27 @@ static void test_refusals(void) {
                 "or newer");
 }
 
+/* The environment is read at the first use, as NCCL and CUDA do, and then no more: another thread
+ * may be changing it. */
+static void test_environment_read_once(void) {
+  static const char *const settings[][2] = {{"CUDA_LAUNCH_BLOCKING", "1"},
+                                            {"NCCL_COMM_BLOCKING", "0"},
+                                            {"NCCL_MULTI_RANK_GPU_ENABLE", "1"}};
+  const fdp_device_id twice[] = {gpus[0], gpus[1], gpus[1]};
+  rig ranks;
+  rig_open(&ranks, RIG_NCCL);
+  CHECK_OK(ask(ranks.context, gpus[0], gpus, 2));
+  for (int i = 0; i < 3; ++i) {
+    setenv(settings[i][0], settings[i][1], 1);
+    check_case("%s", settings[i][0]);
+    CHECK_OK(ask(ranks.context, gpus[0], gpus, 2));
+    CHECK_OK(ask(ranks.context, gpus[0], twice, 3));
+    unsetenv(settings[i][0]);
+  }
+  check_case("%s", "");
+  rig_close(&ranks);
+}
+
 /* What stands for a missing or a wrong library. */
 static void test_library(void) {
   rig ranks;
@@ -293,6 +314,7 @@ void test_nccl(void) {
   if (!fake) return;
   test_refusals();
   test_bad_peer();
+  test_environment_read_once();
   test_library();
   test_dtypes();
   test_seats();
