@@ -18,6 +18,11 @@ import gpu_lists
 import pytest
 import torch
 
+try:
+    import hypothesis
+except ImportError:  # only those tests that have it need it
+    hypothesis = None
+
 
 @functools.cache
 def no_cuda_reason():
@@ -54,6 +59,15 @@ def pytest_configure(config):
     # A shell gives its background jobs an ignored SIGINT, and so to all that tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hypothesis is not None:
+        # The short form has the same examples each time, and as long for them as it takes.
+        hypothesis.settings.register_profile(
+            "fastdp",
+            derandomize=not config.getoption("--long"),
+            deadline=None,
+            suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        )
+        hypothesis.settings.load_profile("fastdp")
     # For the GPU cases: TF32 rounds what the tests take for exact, and two runs of one convolution
     # are compared.
     torch.backends.cuda.matmul.allow_tf32 = False

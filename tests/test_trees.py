@@ -17,7 +17,10 @@ DTYPES = [torch.float64, torch.float32, torch.int64, torch.bool, torch.bfloat16,
 SETTINGS = hypothesis.settings(
     max_examples=60,
     deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+    suppress_health_check=[
+        hypothesis.HealthCheck.function_scoped_fixture,
+        hypothesis.HealthCheck.too_slow,
+    ],
 )
 
 
