@@ -228,7 +228,8 @@ static int read_copy(PyObject *value, export_request *request) {
 }
 
 /* The protocol's numbers: -1 no ordering, 1 or None the legacy default stream, 2 the per-thread one
- * (whose handle is that number too); 0 is forbidden. On the host only None and -1 mean anything. */
+ * (whose handle is that number too); 0 is forbidden as ambiguous. On the host only None and -1 mean
+ * anything. */
 static int read_stream(PyObject *value, fdp_device_id own, export_request *request) {
   int64_t number = 1;
 
@@ -245,8 +246,9 @@ static int read_stream(PyObject *value, fdp_device_id own, export_request *reque
                  (long long)number);
     return -1;
   }
-  if (number == 0) {
-    PyErr_SetString(PyExc_ValueError, "stream: 0 is ambiguous, must be 1, 2 or a stream handle");
+  if (number <= 0) {
+    PyErr_Format(PyExc_ValueError, "stream: %lld is no stream, must be -1, 1, 2 or a stream handle",
+                 (long long)number);
     return -1;
   }
   request->order = true;
@@ -355,8 +357,9 @@ static PyObject *array_dlpack(PyObject *object, PyObject *const *arguments, Py_s
   status = fill_and_order(own, block, &request, ours);
   Py_END_ALLOW_THREADS
   if (status == FDP_OK) return wrap(block, &request);
+  fdp_py_raise(state, status); /* before the block goes: the message is this failure's */
   block_release(block);
-  return fdp_py_raise(state, status);
+  return NULL;
 }
 
 static PyMethodDef array_methods[] = {

@@ -158,6 +158,15 @@ def test_cuda_memory_without_cuda():
         _C.Array((2,), FLOAT32, (2, 0))
 
 
+@pytest.mark.skipif(
+    not (_C.build_info()["cuda"] and torch.cuda.is_available()), reason="needs a GPU"
+)
+@pytest.mark.parametrize("stream", [0, -2, -(1 << 40)])
+def test_cuda_numbers_that_are_no_stream(stream):
+    with pytest.raises(ValueError, match=f"stream: {stream} is no stream, must be -1, 1, 2 or"):
+        _C.Array((2,), FLOAT32, (2, 0)).__dlpack__(stream=stream)
+
+
 def resident_kib():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
