@@ -1,6 +1,7 @@
 """BEHAVIOUR B and C: small chunks, and what the errors of unfit arguments and results say."""
 
 import collections
+import re
 
 import pytest
 import torch
@@ -95,6 +96,18 @@ def test_the_error_of_unfit_shapes_names_path_shapes_and_replicas(fast, place):
     )
     with pytest.raises(RuntimeError, match=text):
         dp(ints(5, 3))
+
+
+@row("C12")
+@pytest.mark.parametrize(
+    "shape, dim", [((2, 3), 2), ((2, 3), -3), ((3,), 1), ((), 1), ((), -1)], ids=str
+)
+def test_the_error_of_a_dimension_that_outputs_have_not(fast, shape, dim):
+    """Numbers become a vector along dimension 0 alone."""
+    outputs = [torch.zeros(shape, device=fast.device(rank)) for rank in range(2)]
+    text = re.escape(f"has shape {shape} on replica 0: it cannot be gathered along dimension {dim}")
+    with pytest.raises(RuntimeError, match=text):
+        fast.api.gather(outputs, fast.home_id, dim)
 
 
 @row("B16")

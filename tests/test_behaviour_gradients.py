@@ -136,6 +136,23 @@ def test_second_derivative_in_the_parameters(impl):
 
 
 @row("D3")
+@pytest.mark.parametrize("n", [2, 3])
+def test_third_derivative_in_the_parameters(impl, n):
+    """The gradients of gradients of squared gradients: every move is differentiated again."""
+
+    def run(module, parameters):
+        weights = [parameters.first.weight, parameters.second.weight]
+        first = torch.autograd.grad(module(ints(6, 3)).sum(), weights, create_graph=True)
+        second = torch.autograd.grad(
+            sum(g.square().sum() for g in first), weights, create_graph=True
+        )
+        return torch.autograd.grad(sum(g.sum() for g in second), weights)
+
+    module, plain = Net(), Net()
+    same(run(impl.wrap(module, n), module), run(plain, plain))
+
+
+@row("D3")
 def test_gradgradcheck(impl):
     dp = impl.wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double(), 2)
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)

@@ -340,6 +340,33 @@ def test_kinds_of_buffers(impl):
     assert seen == [(None, True, (0, 3))] * 2
 
 
+@row("A12", why="a buffer that may be resized, which travels alone")
+@pytest.mark.parametrize("shape", [(1,), (0,)], ids=["one", "none"])
+def test_a_buffer_of_one_element_is_replica_0s_alone(impl, shape):
+    seen = []
+
+    def forward(self, x):
+        seen.append((int(x[0, 0]), self.b.device, self.b.data_ptr()))
+        self.b.add_(x[0, 0])
+        return self.lin(x) + (self.b if self.b.numel() else 0)
+
+    def make():
+        module = Apply(forward)
+        module.register_buffer("b", torch.full(shape, 5.0).double())
+        return module
+
+    module, x = make(), ints(3, 3)
+    x[:, 0] = torch.tensor([1.0, 2.0, 4.0])
+    got = impl.wrap(module, 3)(x)
+    same(module.b, torch.full(shape, 6.0).double())
+    added = x[:, :1] + 5 if shape == (1,) else torch.zeros(3, 1).double()
+    same(got, linear()(x) + added)
+    if shape == (1,):
+        places = {number: place for number, *place in seen}
+        assert len(set(map(tuple, places.values()))) == 3
+        assert places[1][1] == module.b.data_ptr()
+
+
 # Copies of replicas.
 
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from nets import close, grads, ints
+from nets import close, grads, ints, same
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -106,6 +106,30 @@ def test_what_follows_an_rnn_without_biases_is_not_its_biases(fast, is_flat):
         for weight in module.rnn.parameters():
             weight.data = weight.data.clone()
     check_step(dp, module, fast.home)
+
+
+@row("A22")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_zeros_stand_where_biases_would(fast, kind, monkeypatch):
+    """Whatever was in the memory of a replica's weights before: cuDNN reads it as biases."""
+    empty = torch.empty
+
+    def dirty(*size, **options):
+        made = empty(*size, **options)
+        return made.fill_(7) if made.is_floating_point() and made.numel() else made
+
+    rnn = flatten_by_hand(kind(3, 5, batch_first=True, bias=False).double())
+    dp = fast.wrap(rnn, 3)
+    flatten_by_hand(rnn)
+    plan = dp._fastdp_get_runtime().replicator.plan_for(3, True)
+    [bucket] = plan.buckets
+    monkeypatch.setattr(torch, "empty", dirty)
+    flats = bucket.take(True)
+    bucket.copies(tuple(rnn.parameters()), True, flats)
+    rows = 2 * rnn.weight_ih_l0.shape[0]
+    for flat in flats:
+        same(flat[: -rows], torch.cat([w.detach().flatten() for w in rnn.parameters()]))
+        same(flat[-rows:], torch.zeros(rows).double())
 
 
 def found(module):

@@ -104,6 +104,17 @@ def test_gradients_are_those_without(landing, monkeypatch, act, bucket_bytes):
     assert landing() > 0
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_none_for_what_nobody_used(landing, bucket_bytes):
+    """Also where others of its bucket have gradients, which come back in the same parcel."""
+    module, x = Net(), rows()
+    ids = ["cpu"] * 3
+    dp = fastdp.DataParallel(module, ids, bucket_bytes=bucket_bytes, unused_grad="none")
+    dp(x, "odd").sum().backward()
+    assert [p.grad is None for p in module.parameters()] == [False] * 2 + [True] * 2 + [False] * 2
+    assert landing() > 0
+
+
 def test_backward_twice_and_accumulation(landing, monkeypatch):
     def act(dp, module):
         loss = dp(rows()).square().sum()
