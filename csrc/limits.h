@@ -64,6 +64,12 @@
 #define FDP_PEER_DIRECT_BYTES (INT64_C(16) << 20)
 #endif
 
+/* From this size up a bucket of one tensor is read where it lies, without scratch (peer_sum.c, note
+ * "lone tensors"). */
+#ifndef FDP_PEER_STAY_BYTES
+#define FDP_PEER_STAY_BYTES (INT64_C(1) << 20)
+#endif
+
 /* Up to this size each of three or more GPUs pulls the shards of a bucket by one kernel, for the
  * same reasons: by copy engines n GPUs make (n - 1)^2 copies of it. Not measured: no machine had
  * three. */

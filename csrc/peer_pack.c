@@ -13,7 +13,8 @@ typedef struct peer_broadcast {
   int32_t target_count;
   fdp_peer_leads leads;
   int64_t size_bytes;
-  fdp_buffer *scratch; /* the bucket, on home */
+  const char *packed;  /* the bucket, on home */
+  fdp_buffer *scratch; /* that it was packed in; NULL: it is a tensor as it lies */
   fdp_segment *filled; /* the segments and the gaps between them, and room for as many */
   fdp_segment *cut;
   int32_t filled_count;
@@ -49,6 +50,7 @@ static fdp_status give_back(const peer_broadcast *work, const fdp_endpoint *owne
  * copied from here on. */
 static fdp_status pack_scratch(const peer_broadcast *work, int64_t begin, int64_t end) {
   const fdp_endpoint *home = work->home;
+  if (!work->scratch) return FDP_OK;
   int32_t count = fdp_span_cut_segments(work->filled, work->filled_count, begin, end, work->cut);
   return home->device->ops->pack(home->device, home->stream, work->scratch->data, work->cut,
                                  count);
@@ -75,6 +77,16 @@ done:
   return status;
 }
 
+/* Home's stream waits for those who read its tensor. */
+static fdp_status await_leads(const peer_broadcast *work) {
+  fdp_status status = FDP_OK;
+  for (int32_t i = 0; i < work->leads.count; ++i) {
+    FDP_TRY(fdp_endpoint_after(&work->targets[work->leads.indices[i]], work->home));
+  }
+done:
+  return status;
+}
+
 static fdp_status start_leads(const peer_broadcast *work) {
   fdp_status status = FDP_OK;
   for (int32_t i = 0; i < work->leads.count; ++i) {
@@ -86,7 +98,7 @@ done:
 
 /* Note "chunks". */
 static fdp_status pull_chunks(const peer_broadcast *work) {
-  int32_t count = fdp_peer_chunk_count(work->size_bytes);
+  int32_t count = work->scratch ? fdp_peer_chunk_count(work->size_bytes) : 1;
   fdp_status status = FDP_OK;
   for (int32_t k = 0; k < count; ++k) {
     int64_t begin = fdp_span_shard_begin(work->size_bytes, count, k);
@@ -96,9 +108,10 @@ static fdp_status pull_chunks(const peer_broadcast *work) {
     for (int32_t i = 0; i < work->leads.count; ++i) {
       int32_t lead = work->leads.indices[i];
       FDP_TRY(copy_bytes(&work->targets[lead], (char *)work->flats[lead] + begin,
-                         (char *)work->scratch->data + begin, end - begin));
+                         work->packed + begin, end - begin));
     }
   }
+  if (!work->scratch) FDP_TRY(await_leads(work));
 done:
   return status;
 }
@@ -147,10 +160,11 @@ static fdp_status pull_shards(peer_broadcast *work, const fdp_endpoint *hub) {
     const fdp_endpoint *target = &targets[leads->indices[i]];
     int64_t size_bytes = begins[i + 1] - begins[i];
     FDP_TRY(fdp_pool_take_deep(target->pool, size_bytes, fdp_endpoint_ref(target), &shards[i]));
-    fdp_segment own = {(char *)work->scratch->data + begins[i], 0, size_bytes};
+    fdp_segment own = {(char *)(uintptr_t)work->packed + begins[i], 0, size_bytes}; /* only read */
     FDP_TRY(pull_pieces(work, target, shards[i]->data, &own, 1));
     FDP_TRY(fdp_endpoint_after(target, hub));
   }
+  if (!work->scratch) FDP_TRY(fdp_endpoint_after(hub, work->home)); /* its tensor was read */
   for (int32_t i = 0; i < leads->count; ++i) {
     FDP_TRY(fdp_endpoint_after(hub, &targets[leads->indices[i]]));
   }
@@ -184,14 +198,24 @@ done:
   return status;
 }
 
-static fdp_status plan_segments(peer_broadcast *work, const fdp_segment *segments,
-                                int32_t segment_count) {
+/* The bucket as one piece: its only tensor, if that is large, or scratch. Home's stream then waits
+ * until all have read the tensor (peer_sum.c, note "lone tensors"). */
+static fdp_status plan_packed(peer_broadcast *work, const fdp_segment *segments,
+                              int32_t segment_count) {
+  if (segment_count == 1 && segments[0].offset_bytes == 0 &&
+      work->size_bytes >= FDP_PEER_STAY_BYTES) {
+    work->packed = segments[0].tensor;
+    return FDP_OK;
+  }
   size_t room = 2 * (size_t)segment_count + 1;
   work->filled = malloc(2 * room * sizeof *work->filled);
   if (!work->filled) return fdp_fail(FDP_OUT_OF_MEMORY, "peer: no host memory for the segments");
   work->cut = work->filled + room;
   work->filled_count = fdp_span_fill(segments, segment_count, work->size_bytes, work->filled);
-  return FDP_OK;
+  fdp_status status = fdp_pool_take_deep(work->home->pool, work->size_bytes,
+                                         fdp_endpoint_ref(work->home), &work->scratch);
+  if (status == FDP_OK) work->packed = work->scratch->data;
+  return status;
 }
 
 static fdp_status carry(peer_broadcast *work, const fdp_segment *segments, int32_t segment_count) {
@@ -203,9 +227,7 @@ static fdp_status carry(peer_broadcast *work, const fdp_segment *segments, int32
     FDP_TRY(fdp_lane_of(work->lanes, home, &lane));
     hub = &lane;
   }
-  FDP_TRY(plan_segments(work, segments, segment_count));
-  FDP_TRY(fdp_pool_take_deep(home->pool, work->size_bytes, fdp_endpoint_ref(home),
-                             &work->scratch));
+  FDP_TRY(plan_packed(work, segments, segment_count));
   if (hub) {
     FDP_TRY(pack_scratch(work, 0, work->size_bytes));
     FDP_TRY(start_leads(work));

@@ -5,6 +5,8 @@
 #include "peer_leads.h"
 #include "span.h"
 
+enum { WORD_BYTES = 16 }; /* what a kernel reads at once */
+
 typedef struct peer_reduction {
   fdp_lanes *lanes;
   const fdp_endpoint *home;
@@ -16,6 +18,7 @@ typedef struct peer_reduction {
   fdp_span_sums part; /* of them: a shard, a chunk */
   fdp_segment *segments;               /* room for one per sum */
   fdp_buffer *flats[FDP_MAX_REPLICAS]; /* what a rank contributes, on its device */
+  bool in_place[FDP_MAX_REPLICAS];     /* it is read where it lies, and home waits for it */
   fdp_endpoint lane_ends[FDP_MAX_REPLICAS]; /* one per lead */
   int32_t lane_count;
 } peer_reduction;
@@ -24,10 +27,25 @@ static bool is_at_home(const peer_reduction *work, int32_t r) {
   return work->ranks[r].device == work->home->device;
 }
 
+/* Note "lone tensors". A large bucket of one tensor is packed already: a copy of it would pass
+ * through its GPU's memory twice, and hold up the sum. The rank's stream waits for the sum instead.
+ * In words of another alignment than the target's it would be slow to read over a link. */
+static bool can_stay(const peer_reduction *work, const fdp_span_sums *sums, int32_t r) {
+  const fdp_sum *sum = &sums->sums[0];
+  uintptr_t difference = (uintptr_t)sum->target ^ (uintptr_t)sum->sources[r];
+  return work->sums.count == 1 && work->span_bytes >= FDP_PEER_STAY_BYTES && sum->sources[r] &&
+         difference % WORD_BYTES == 0;
+}
+
 /* Packs what the rank contributes to the sums, on its own stream, and lets home wait for it. */
 static fdp_status bring_rank(peer_reduction *work, int32_t r, fdp_span_sums *sums) {
   const fdp_endpoint *rank = &work->ranks[r];
   fdp_status status = FDP_OK;
+  if (work->in_place[r]) return FDP_OK;
+  if (can_stay(work, sums, r)) {
+    work->in_place[r] = true;
+    return fdp_endpoint_after(rank, work->home);
+  }
   int32_t count = fdp_span_segments(sums, r, work->segments);
   if (count == 0) return FDP_OK;
   if (!work->flats[r]) {
@@ -130,7 +148,7 @@ fdp_status fdp_peer_sum(fdp_lanes *lanes, const fdp_endpoint *home, const fdp_en
   }
   FDP_TRY(fdp_peer_is_sharded(&work.leads, span_bytes) ? sum_shards(&work) : sum_chunks(&work));
   for (int32_t r = 0; r < rank_count; ++r) {
-    if (is_at_home(&work, r)) FDP_TRY(fdp_endpoint_after(home, &ranks[r]));
+    if (is_at_home(&work, r) || work.in_place[r]) FDP_TRY(fdp_endpoint_after(home, &ranks[r]));
   }
 done:
   for (int32_t r = 0; r < rank_count; ++r) status = give_flat(&work, r, status);

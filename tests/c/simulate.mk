@@ -9,7 +9,7 @@ SCHEDULES ?= 1000000
 SEED ?= 1
 # As in the Makefile, and pools that give back early; buckets are small.
 LIMITS := -DFDP_PEER_SHARDED_BYTES=384 -DFDP_PEER_CHUNK_BYTES=256 -DFDP_PEER_DIRECT_BYTES=320 \
-          -DFDP_PEER_GATHERED_BYTES=512 \
+          -DFDP_PEER_GATHERED_BYTES=512 -DFDP_PEER_STAY_BYTES=200 \
           -DFDP_RELAY_CHUNK_BYTES=192 -DFDP_PEER_CHECK_BYTES=1024 -DFDP_POOL_IDLE_BYTES=2048 -DFDP_POOL_STALE_GIVES=16
 FLAGS := -std=c11 -D_GNU_SOURCE -g -O2 -pthread -fno-pie -fno-optimize-sibling-calls $(LIMITS) \
          -Wall -Wextra -Wpedantic -Wshadow -Wconversion $(EXTRA)

@@ -39,12 +39,17 @@ typedef enum scene_verb {
   REDUCE,
   BUCKET_BROADCAST,
   BUCKET_REDUCE,
+  LONE_BROADCAST, /* a bucket of one tensor */
+  LONE_REDUCE,
   VERB_COUNT
 } scene_verb;
 
 static bool whole_is_source(scene_verb verb) {
-  return verb == SCATTER || verb == BROADCAST || verb == BUCKET_BROADCAST;
+  return verb == SCATTER || verb == BROADCAST || verb == BUCKET_BROADCAST || verb == LONE_BROADCAST;
 }
+
+static int32_t slots_of(scene_verb verb) { return verb >= LONE_BROADCAST ? 1 : SLOTS; }
+static int64_t slot_rows(int32_t slot) { return 21 * (SLOTS - slot); } /* the largest first */
 
 /* Home has tensors `whole`, each rank has `parts`; of a bucket verb one side is a flat. */
 typedef struct caller {
@@ -61,6 +66,7 @@ typedef struct scene {
   const map *where;
   fdp_bucket *bucket;
   caller callers[CALLERS];
+  int32_t slot_count; /* of the bucket */
   int32_t whole_count;
   int32_t part_count;
   int32_t first_wait; /* the pairs' checks made those before */
@@ -69,7 +75,7 @@ typedef struct scene {
 static fdp_device_id gpu(int32_t ordinal) { return (fdp_device_id){FDP_DEVICE_CUDA, ordinal}; }
 
 /* `count` tensors; of one, the leading dimension is as given. */
-static int32_t open_side(rig_array *arrays, const fdp_bucket *bucket, bool is_bucket, bool is_flat,
+static int32_t open_side(rig_array *arrays, const scene *made, bool is_bucket, bool is_flat,
                          int64_t rows, rig_layout layout, fdp_device_id device) {
   int64_t shape[] = {rows, 2};
   if (!is_bucket) {
@@ -77,24 +83,24 @@ static int32_t open_side(rig_array *arrays, const fdp_bucket *bucket, bool is_bu
     return 1;
   }
   if (is_flat) {
-    shape[0] = fdp_bucket_size_bytes(bucket) / 4;
+    shape[0] = fdp_bucket_size_bytes(made->bucket) / 4;
     arrays[0] = rig_array_open(float32, 1, shape, RIG_ROWS, device);
     return 1;
   }
-  for (int32_t k = 0; k < SLOTS; ++k) {
-    shape[0] = 21 * (k + 1);
+  for (int32_t k = 0; k < made->slot_count; ++k) {
+    shape[0] = slot_rows(k);
     arrays[k] = rig_array_open(float32, 2, shape, layout, device);
   }
-  return SLOTS;
+  return made->slot_count;
 }
 
 static void open_bucket(scene *made) {
   fdp_view prototypes[SLOTS];
-  for (int32_t k = 0; k < SLOTS; ++k) {
+  for (int32_t k = 0; k < made->slot_count; ++k) {
     prototypes[k] = (fdp_view){.device = gpu(0), .dtype = float32, .ndim = 2,
-                               .shape = {21 * (k + 1), 2}, .strides = {2, 1}};
+                               .shape = {slot_rows(k), 2}, .strides = {2, 1}};
   }
-  CHECK_OK(fdp_bucket_open(prototypes, NULL, SLOTS, &made->bucket));
+  CHECK_OK(fdp_bucket_open(prototypes, NULL, made->slot_count, &made->bucket));
 }
 
 static void caller_open(scene *made, caller *one, scene_verb verb, rig_layout layout) {
@@ -102,11 +108,11 @@ static void caller_open(scene *made, caller *one, scene_verb verb, rig_layout la
   bool is_bucket = verb >= BUCKET_BROADCAST;
   bool is_cut = verb == SCATTER || verb == GATHER;
   one->home = sim_stream(made->world);
-  made->whole_count = open_side(one->whole, made->bucket, is_bucket, verb == BUCKET_REDUCE, ROWS,
-                                layout, gpu(0));
+  made->whole_count = open_side(one->whole, made, is_bucket, !whole_is_source(verb), ROWS, layout,
+                                gpu(0));
   for (int32_t r = 0; r < where->rank_count; ++r) {
     one->streams[r] = sim_stream(made->world);
-    made->part_count = open_side(one->parts[r], made->bucket, is_bucket, verb == BUCKET_BROADCAST,
+    made->part_count = open_side(one->parts[r], made, is_bucket, whole_is_source(verb),
                                  is_cut ? ROWS / where->rank_count : ROWS, layout,
                                  gpu(where->devices[r]));
   }
@@ -114,7 +120,7 @@ static void caller_open(scene *made, caller *one, scene_verb verb, rig_layout la
 
 static scene scene_open(scene_verb verb, const char *transport, const map *where,
                         rig_layout layout, uint64_t seed) {
-  scene made = {.world = sim_open(seed), .where = where};
+  scene made = {.world = sim_open(seed), .where = where, .slot_count = slots_of(verb)};
   fdp_device_id others[MAX_RANKS];
   char reason[200];
   const char *name = NULL;
@@ -160,7 +166,7 @@ static fdp_status call(const scene *made, const caller *one, scene_verb verb) {
   for (int32_t r = 0; r < count; ++r) {
     firsts[r] = one->parts[r][0].view;
     for (int32_t k = 0; k < made->part_count; ++k) {
-      gradients[r * SLOTS + k] = &one->parts[r][k].view;
+      gradients[r * made->slot_count + k] = &one->parts[r][k].view;
     }
   }
   switch (verb) {
@@ -169,6 +175,7 @@ static fdp_status call(const scene *made, const caller *one, scene_verb verb) {
     case BROADCAST: return fdp_broadcast(context, whole, home, firsts, streams, count);
     case REDUCE: return fdp_reduce(context, firsts, streams, count, whole, home);
     case BUCKET_BROADCAST:
+    case LONE_BROADCAST:
       return fdp_bucket_broadcast(context, made->bucket, whole, home, firsts, streams, count);
     default:
       return fdp_bucket_reduce(context, made->bucket, gradients, streams, count, whole, home);
@@ -233,12 +240,13 @@ static void check_values(const scene *made, scene_verb verb) {
   for (int32_t r = 0; r < ranks && (verb == SCATTER || verb == BROADCAST); ++r) {
     CHECK(has_sum(&last->parts[r][0].view, 1));
   }
-  for (int32_t k = 0; k < SLOTS && verb == BUCKET_REDUCE; ++k) {
+  bool is_bucket = verb >= BUCKET_BROADCAST;
+  for (int32_t k = 0; k < made->slot_count && is_bucket && !whole_is_source(verb); ++k) {
     fdp_view slot = fdp_bucket_slot(made->bucket, k, last->whole[0].view.data, gpu(0));
     CHECK(has_sum(&slot, ranks));
   }
-  for (int32_t r = 0; r < ranks && verb == BUCKET_BROADCAST; ++r) {
-    for (int32_t k = 0; k < SLOTS; ++k) {
+  for (int32_t r = 0; r < ranks && is_bucket && whole_is_source(verb); ++r) {
+    for (int32_t k = 0; k < made->slot_count; ++k) {
       fdp_view slot = fdp_bucket_slot(made->bucket, k, last->parts[r][0].view.data, gpu(0));
       CHECK(has_sum(&slot, 1));
     }
@@ -286,15 +294,17 @@ static int32_t count_idle_waits(scene_verb verb, const char *transport, const ma
 }
 
 /* maps[2] has two leads, a target that follows one of them, and one on home's device. Idle are:
- * - peer's bucket broadcast: in the last three rounds, the hub's two waits for the reads of shards,
+ * - peer's bucket broadcasts: in the last three rounds, the hub's two waits for the reads of shards,
  *   which matter to whoever takes that scratch next; and in as many rounds, where it is taken, the
  *   two takers' waits for it, as they have waited for the hub since.
  * - host's sums: home takes scratch for three ranks, all of which the other caller's home gave back
  *   at once: two of the three waits, in every round but the first. */
 static void test_left_out_waits(void) {
   static const int32_t idle_waits[3][VERB_COUNT] = {
-      {[BUCKET_BROADCAST] = 3 * 2 + 3 * 2},
-      {[REDUCE] = 2 * (ROUNDS - 1), [BUCKET_REDUCE] = 2 * (ROUNDS - 1)},
+      {[BUCKET_BROADCAST] = 3 * 2 + 3 * 2, [LONE_BROADCAST] = 3 * 2 + 3 * 2},
+      {[REDUCE] = 2 * (ROUNDS - 1),
+       [BUCKET_REDUCE] = 2 * (ROUNDS - 1),
+       [LONE_REDUCE] = 2 * (ROUNDS - 1)},
   };
   for (int32_t t = 0; t < 3; ++t) {
     for (int32_t verb = 0; verb < VERB_COUNT; ++verb) {

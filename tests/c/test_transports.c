@@ -30,29 +30,31 @@ static bool has_passed(const rig *ranks, int32_t rank, int64_t timeout_ms) {
   return status == FDP_OK;
 }
 
-enum { LATE = 2, RANKS = 4 };
+enum { LATE = 2, RANKS = 4, TENSORS = 2 };
 
 /* One rank's stream is busy. In a reduction, of which home is rank 0, the others are free as soon
  * as their own gradients are read; in a broadcast, home is. So it stays for as many rounds as a
- * pool has scratch for. */
+ * pool has scratch for. (A large tensor that is alone in its bucket is read where it lies.) */
 static void test_own_reads(rig_means means) {
   rig ranks;
   sem_t gate;
   rig_open(&ranks, means);
   sem_init(&gate, 0, 0);
-  rig_array sources[RANKS], flats[RANKS];
-  fdp_view views[RANKS], flat_views[RANKS];
-  const fdp_view *gradients[RANKS];
+  rig_array sources[RANKS * TENSORS], flats[RANKS];
+  fdp_view views[RANKS * TENSORS], flat_views[RANKS];
+  const fdp_view *gradients[RANKS * TENSORS];
   fdp_bucket *bucket = NULL;
-  for (int32_t r = 0; r < RANKS; ++r) {
-    sources[r] = rig_array_open(float32, 1, (int64_t[]){200}, RIG_ROWS, ranks.ids[r]);
-    flats[r] = rig_array_open(float32, 1, (int64_t[]){200}, RIG_ROWS, ranks.ids[r]);
-    views[r] = sources[r].view;
-    flat_views[r] = flats[r].view;
-    gradients[r] = &views[r];
-    rig_fill(&sources[r], r);
+  for (int32_t i = 0; i < RANKS * TENSORS; ++i) {
+    sources[i] = rig_array_open(float32, 1, (int64_t[]){96}, RIG_ROWS, ranks.ids[i / TENSORS]);
+    views[i] = sources[i].view;
+    gradients[i] = &views[i];
+    rig_fill(&sources[i], i);
   }
-  CHECK_OK(fdp_bucket_open(views, NULL, 1, &bucket));
+  for (int32_t r = 0; r < RANKS; ++r) {
+    flats[r] = rig_array_open(float32, 1, (int64_t[]){96 * TENSORS}, RIG_ROWS, ranks.ids[r]);
+    flat_views[r] = flats[r].view;
+  }
+  CHECK_OK(fdp_bucket_open(views, NULL, TENSORS, &bucket));
   CHECK_OK(fdp_device_host_enqueue(ranks.devices[LATE], ranks.streams[LATE], wait_for_semaphore,
                                    &gate));
   for (int32_t round = 0; round < FDP_POOL_DEPTH; ++round) {
@@ -76,10 +78,8 @@ static void test_own_reads(rig_means means) {
   rig_finish(&ranks);
   fdp_bucket_close(bucket);
   rig_close(&ranks);
-  for (int32_t r = 0; r < RANKS; ++r) {
-    rig_array_close(&sources[r]);
-    rig_array_close(&flats[r]);
-  }
+  for (int32_t i = 0; i < RANKS * TENSORS; ++i) rig_array_close(&sources[i]);
+  for (int32_t r = 0; r < RANKS; ++r) rig_array_close(&flats[r]);
 }
 
 /* --- host memory among GPUs --- */
