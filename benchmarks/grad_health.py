@@ -1,7 +1,7 @@
 """The norm of a wrapper's gradients, and clipping by it, beside torch.nn.utils.
 
-    python benchmarks/grad_health.py [--repeats 60] [--json] [--check]
-    FASTDP_BENCHMARK_DEVICES=0,1 python benchmarks/grad_health.py
+    python benchmarks/grad_health.py [--repeats 60] [--json] [--check]    on the host
+    FASTDP_BENCHMARK_DEVICES=0,1 python benchmarks/grad_health.py         on two GPUs
 
 Gradients are those of a backward of two replicas: of 161 tensors (a ResNet-50's number of them, 2
 million elements), and of 1,000 small ones. On the host in CPU time of one thread; on GPUs by the

@@ -212,8 +212,7 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     args = parse(arguments)
-    if args.devices[0].type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("there is no GPU here; --devices cpu,cpu --model tiny tries the script")
+    machine = machine_of(args.devices)
     model, home, n = MODELS[args.model], args.devices[0], len(args.devices)
     torch.manual_seed(0)
     base = model.make(home)
@@ -227,7 +226,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     found: Dict[str, Any] = {
         "benchmark": "input",
         "command": shlex.join(["python", "benchmarks/input.py", *given]),
-        "machine": machine_of(args.devices),
+        "machine": machine,
         "title": f"{args.model}, {args.per_replica} per replica, devices {shown}",
         **{"model": args.model, "per_gpu": args.per_replica, "engine": args.engine},
         "devices": shown,

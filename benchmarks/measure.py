@@ -180,15 +180,21 @@ def machine() -> Dict[str, Any]:
 
 
 def machine_of(devices: Sequence[Any]) -> Dict[str, Any]:
-    """With the GPUs among some devices: torch's, "cpu", or the numbers of GPUs. Ends the program
-    where there are none."""
+    """With the GPUs among some devices: torch's, "cpu", or the numbers of GPUs. To be asked before
+    anything else: it ends the program where one of them is not there."""
     import torch
 
     where = machine()
-    if isinstance(devices[0], int) or torch.device(devices[0]).type == "cuda":
-        if not torch.cuda.is_available():
-            raise SystemExit("there is no GPU here: cpu,cpu in their place tries the script")
-        where["gpu"] = torch.cuda.get_device_name(devices[0])
+    found = [torch.device("cuda", d) if isinstance(d, int) else torch.device(d) for d in devices]
+    gpus = [device.index or 0 for device in found if device.type == "cuda"]
+    if gpus:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if max(gpus) >= count:
+            which = "no GPU" if count == 0 else f"no GPU {max(gpus)}, but {count} in all"
+            raise SystemExit(
+                f"there is {which} here; the first lines of --help say how to try it on the host"
+            )
+        where["gpu"] = torch.cuda.get_device_name(gpus[0])
         where["cuda"] = torch.version.cuda
         where["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         where["cudnn"] = torch.backends.cudnn.version()

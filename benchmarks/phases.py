@@ -1,7 +1,7 @@
 """Where the host's time of one training step goes, phase by phase, in microseconds.
 
     python benchmarks/phases.py --devices 0,1 --models mlp,resnet18
-    python benchmarks/phases.py --devices cpu,cpu --models tiny --profile
+    python benchmarks/phases.py --devices cpu,cpu --models tiny  to try the script itself
 
 Nothing waits for the GPUs inside a step: a phase lasts until its call returns, whatever it has
 enqueued. Steps begin with idle GPUs, so that no launch waits for room in a queue. Each phase's

@@ -302,8 +302,6 @@ def interrupt(number: int, frame: Any) -> None:
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     args = parse(arguments)
     warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
-    if args.devices[0].type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("there is no GPU here; --devices cpu,cpu --models tiny tries the script")
     signal.signal(signal.SIGTERM, interrupt)
     given = list(sys.argv[1:] if arguments is None else arguments)
     found = begin_or_resume(given, args)

@@ -1,7 +1,9 @@
 """The benchmarks run, and say what they promise to say. How fast anything is, is not tested here: a
 busy machine must not fail the suite."""
 
+import importlib
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -84,9 +86,30 @@ def test_grad_health_measures_beside_torch():
 @pytest.mark.parametrize("devices", [[0, 1], [torch.device("cuda:0")], ["cuda:1"]], ids=str)
 def test_gpus_that_are_not_there_end_the_program(monkeypatch, devices):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="there is no GPU here: cpu,cpu in their place"):
+    with pytest.raises(SystemExit, match="there is no GPU here; .* how to try it on the host"):
         measure.machine_of(devices)
     assert "gpu" not in measure.machine_of(["cpu", "cpu"])
+
+
+@pytest.mark.parametrize("devices", [[0, 2], [torch.device("cuda:2")], ["cuda:2"]], ids=str)
+def test_one_gpu_too_many_ends_the_program(monkeypatch, devices):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit, match="there is no GPU 2, but 2 in all here"):
+        measure.machine_of(devices)
+
+
+@pytest.mark.parametrize("script", "step memory input compiled comm launches phases".split())
+def test_every_script_says_at_once_that_there_is_no_gpu(monkeypatch, capsys, script):
+    """By measure.machine_of, before it makes a model, starts a process or prints."""
+    module = importlib.import_module(script)
+    assert "to try the script itself" in module.__doc__
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--devices", "0,1"])
+    with pytest.raises(SystemExit, match="there is no GPU here; .* how to try it on the host"):
+        module.main()
+    assert capsys.readouterr().out == ""
 
 
 def test_repeats_must_be_one_or_more():
