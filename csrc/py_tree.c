@@ -103,7 +103,7 @@ static PyObject *tree_hold(PyObject *self, PyObject *root)
     PyErr_SetString(PyExc_RuntimeError, "hold: the tree is held already");
     return NULL;
   }
-  if (root != tree->modules[0].module) Py_RETURN_FALSE;
+  if (!tree->is_filled || root != tree->modules[0].module) Py_RETURN_FALSE;
   for (Py_ssize_t m = 0; m < tree->module_count; m++) {
     int same = module_unchanged(tree, m);
     if (same < 0) return NULL;
@@ -169,6 +169,7 @@ static int record_children(fdp_tree *tree, Py_ssize_t m)
       Py_DECREF(children);
       return -1;
     }
+    if (index > m) tree->modules[index].is_child = true;
     tree->children[tree->child_count].name = Py_NewRef(key);
     tree->children[tree->child_count].index = index;
     tree->child_count++;
@@ -200,6 +201,9 @@ static int tree_fill(fdp_tree *tree, PyObject *modules)
   }
   for (Py_ssize_t m = 0; m < count; m++)
     if (record_children(tree, m) < 0) return -1;
+  for (Py_ssize_t m = 1; m < count; m++)
+    if (!tree->modules[m].is_child) Py_INCREF(tree->modules[m].module);
+  tree->is_filled = true;
   return 0;
 }
 
@@ -225,6 +229,7 @@ static int tree_traverse(PyObject *self, visitproc visit, void *arg)
   Py_VISIT(Py_TYPE(self));
   for (Py_ssize_t m = 0; m < tree->module_count; m++) {
     if (tree->held) Py_VISIT(tree->modules[m].module);
+    if (tree->is_filled && m > 0 && !tree->modules[m].is_child) Py_VISIT(tree->modules[m].module);
     Py_VISIT(tree->modules[m].type);
   }
   Py_VISIT(tree->parameters.tensors);
@@ -245,7 +250,12 @@ static void let_go(fdp_tree *tree)
 
 static int tree_clear(PyObject *self)
 {
-  let_go((fdp_tree *)self);
+  fdp_tree *tree = (fdp_tree *)self;
+  bool was_filled = tree->is_filled;
+  let_go(tree);
+  tree->is_filled = false; /* is held no more */
+  for (Py_ssize_t m = 1; was_filled && m < tree->module_count; m++)
+    if (!tree->modules[m].is_child) Py_DECREF(tree->modules[m].module);
   return 0;
 }
 
@@ -254,7 +264,7 @@ static void tree_dealloc(PyObject *self)
   PyTypeObject *type = Py_TYPE(self);
   fdp_tree *tree = (fdp_tree *)self;
   PyObject_GC_UnTrack(self);
-  let_go(tree);
+  tree_clear(self);
   for (Py_ssize_t c = 0; c < tree->child_count; c++) Py_DECREF(tree->children[c].name);
   for (Py_ssize_t m = 0; m < tree->module_count; m++) Py_DECREF(tree->modules[m].type);
   PyMem_Free(tree->children);

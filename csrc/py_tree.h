@@ -15,7 +15,9 @@ typedef struct fdp_tree_child {
 } fdp_tree_child;
 
 typedef struct fdp_tree_module {
-  PyObject *module;   /* the base module: an address only, unless the tree is held */
+  PyObject *module;   /* the base module: an address only, unless the tree is held, or: */
+  bool is_child;      /* of one before it, which keeps it alive. Else, but for the root, the tree
+                         does: a class may have modules() of its own, and tell of others */
   PyTypeObject *type; /* its class when the tree was made: parametrize, lazy modules and assignments
                          to __class__ change it */
   Py_ssize_t first_child;
@@ -45,13 +47,14 @@ typedef struct fdp_tree_names {
   PyObject *hooks[FDP_TREE_HOOK_NAMES];
 } fdp_tree_names;
 
-/* A tree owns no module, so that a table of trees can be weak: between calls it has their addresses
- * only. hold() compares these with what hangs below the root now, before anything is read through
+/* A tree owns no module that hangs below the root, so that a table of trees can be weak: between
+ * calls it has their addresses only. hold() compares these with what hangs below the root now, before anything is read through
  * them, and owns all modules until release(). An address that another module of the same class has
  * taken over in the same place is no harm: a refresh reads all else anew. */
 typedef struct fdp_tree {
   PyObject_HEAD
   bool held;
+  bool is_filled; /* false: not yet, or taken apart by the garbage collector */
   fdp_tree_module *modules;
   Py_ssize_t module_count;
   fdp_tree_child *children;

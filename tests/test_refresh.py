@@ -2,6 +2,7 @@
 random edits of both, and after each refresh every attribute beside those of a replica made that
 moment."""
 
+import gc
 import types
 import weakref
 from collections import OrderedDict
@@ -231,6 +232,35 @@ def test_each_edit_of_a_base_is_seen(change, is_emptied):
             empty(tree, base, replica)
         change(module, "note")
         refresh(tree, base, replica)
+
+
+@pytest.mark.parametrize("with_cycle", [False, True])
+def test_a_module_that_no_other_holds_is_the_tree_s(with_cycle):
+    """What a modules() of its own names beside the children: once read where it had been."""
+    root, hidden = nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1)
+    tree = _C.Tree((*root.modules(), hidden))
+    gone = weakref.ref(hidden)
+    if with_cycle:
+        hidden.tree = tree
+    del hidden
+    gc.collect()
+    assert gone() is not None and tree.hold(root)
+    assert [p is gone().weight for p in tree.collect()[0]] == [False, False, True, False]
+    tree.release()
+    del tree
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_module_that_comes_before_its_parent():
+    root = nn.Sequential(nn.Sequential(nn.Linear(1, 1)))
+    tree = _C.Tree((root, root[0][0], root[0]))
+    gone = weakref.ref(root[0][0])
+    assert tree.hold(root)
+    tree.release()
+    del root[0]
+    gc.collect()
+    assert gone() is not None and not tree.hold(root)
 
 
 def test_a_new_method_at_the_address_of_the_former():
