@@ -82,6 +82,7 @@ SHARED = {
     "_native_multi_head_attention": "an operator, whose memory is estimated step by step",
     "_transformer_encoder_layer_fwd": "an operator, whose memory is estimated step by step",
     "_is_param": "what makes isinstance(..., nn.Parameter) true of a tensor of another class",
+    "_backward_cls": "the class of a Function's nodes, as Python sees them",
     "_optimizer_step_pre_hooks": "an optimizer's own hooks",
     "_optimizer_step_post_hooks": "an optimizer's own hooks",
     "_indices": "a sparse tensor's, coalesced or not",
@@ -141,6 +142,16 @@ def become_parameter(tensor: torch.Tensor) -> None:
     """`as_parameter` in place, for a tensor that nobody else holds yet: as torch's lazy parameters
     become ordinary ones, and at a tenth of the cost."""
     tensor.__class__ = torch.nn.Parameter
+
+
+def are_false(function: Any) -> Any:
+    """A Function whose nodes are false. nn.Module refuses a parameter with a true `grad_fn`, which
+    a replica's has; what is given from one part of a replica to another is a plain tensor where
+    torch made the replica, and not refused. Without this it is a ValueError."""
+    nodes = getattr(function, "_backward_cls", None)
+    if nodes is not None:
+        nodes.__bool__ = lambda node: False
+    return function
 
 
 def run_early(node: Any) -> None:

@@ -153,6 +153,7 @@ def check_fit(tensors: Sequence[torch.Tensor], dim: int, path: str) -> None:
             )
 
 
+@_torch_compat.are_false
 class Broadcast(Function):
     """A bucket's tensors, once for each rank: count * ranks outputs, rank by rank, and the token.
     With `home`, rank 0's are the inputs themselves under new names (same memory and version
@@ -220,6 +221,7 @@ def _unpacked(gradients: Gradients, linked: Sequence[bool], count: int) -> Gradi
     return tuple(chain.from_iterable(rows))
 
 
+@_torch_compat.are_false
 class Land(Function):
     """One rank's copies of a bucket: `copies`, which nobody else holds, as outputs of a node whose
     stream is that of their readers. The gradients of all go back to `Broadcast` by one edge, its

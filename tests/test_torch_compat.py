@@ -108,6 +108,7 @@ def modules_that_have_them():
         torch.compile(nn.Linear(2, 2), backend="eager"),
         torch.eye(2).to_sparse(),
         torch.optim.SGD(linear.parameters()),
+        torch.autograd.Function,
         torch.utils,
         torch,
     ]
