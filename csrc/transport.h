@@ -1,7 +1,7 @@
 /* A transport moves data between devices: a table of functions and one struct behind it. Verbs
  * plan, transports carry; a verb never looks at which one it was given. In order of preference
- * (context.c): `local`, one memory; `peer`, GPUs that map each other's; `host`, anything, staged
- * through pinned host memory.
+ * (context.c): `local`, one memory; `peer`, GPUs that map each other's; `nccl`, GPUs that NCCL
+ * connects; `host`, anything, staged through pinned host memory.
  *
  * Every operation enqueues and returns. Its contract about streams is the same for all: it reads
  * what lies on an endpoint on that endpoint's stream, after all that is enqueued there, and writes
@@ -58,9 +58,9 @@ typedef struct fdp_transport_ops {
                      const fdp_endpoint *targets, void *const *flats, int32_t target_count);
   /* sums[k].sources[r] lies on ranks[r] (or is NULL), sums[k].target on home; source_count is
    * rank_count in each. All targets lie in [span, span + span_bytes), at ascending addresses, and
-   * each at a multiple of its element's size from its start, which is aligned to
-   * FDP_ALIGNMENT_BYTES. A target may be one of its own sources. Bytes between targets may be
-   * written too. */
+   * each at a multiple of its element's size from its start, which may be any address that suits
+   * the element. A target may be one of its own sources. Bytes between targets may be written
+   * too. */
   fdp_status (*sum)(const fdp_transport *transport, const fdp_endpoint *home,
                     const fdp_endpoint *ranks, int32_t rank_count, const fdp_sum *sums,
                     int32_t sum_count, void *span, int64_t span_bytes);

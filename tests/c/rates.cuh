@@ -1,5 +1,6 @@
 /* Rates of the CUDA kernels, each beside a plain copy of the same size on the same GPU: packing the
- * parameters of a ResNet, and sums. Part of test_cuda.cu, which says how to build it. */
+ * parameters of a ResNet, and sums. Part of test_cuda.cu, which says how to build it; no header but
+ * for its name, and so as long as the code that it is. */
 #ifndef FDP_TEST_RATES_CUH
 #define FDP_TEST_RATES_CUH
 

@@ -1,6 +1,7 @@
 /* The inside of the simulated backend: sim.c (operations and their order), sim_policy.c (what runs
  * when), sim_memory.c (blocks, and who touched which bytes), sim_device.c (the table of a device),
- * sim_report.c, sim_threads.c. */
+ * sim_report.c, sim_threads.c. Longer than a header should be: one struct, the world, is what all
+ * six share, and most of this is its parts. */
 #ifndef FDP_TEST_SIM_INSIDE_H
 #define FDP_TEST_SIM_INSIDE_H
 

@@ -1,6 +1,6 @@
 /* What the simulation of training steps is made of: a run (one simulated world and the context in
  * it), its callers (host threads that train a model each) and their models. All choices come from
- * the world's seed. */
+ * the world's seed. Longer than a header should be, by the bounds of all its arrays. */
 #ifndef FDP_TEST_SIMULATE_H
 #define FDP_TEST_SIMULATE_H
 
