@@ -29,11 +29,6 @@ class Kept(Contest):
     def __init__(self, *args: Any, note: Callable[[List[Dict[str, Any]]], None]) -> None:
         super().__init__(*args)
         self._note_rows = note
-        self._sent_s = 0.0
-
-    def send_off(self) -> None:
-        self._sent_s = spent_s()
-        super().send_off()
 
     def _warm(self, name: str) -> None:
         super()._warm(name)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional, Sequence
 
-from markdown import NONE, figure, grid, kept, paragraph
+from markdown import NONE, failures, figure, grid, kept, paragraph
 
 
 def render(files: Sequence[Dict[str, Any]]) -> List[str]:
@@ -32,6 +32,14 @@ def _tables(devices: str, models: Dict[str, Dict[str, Any]]) -> List[str]:
         head = ["Model (batch per GPU)", *rivals]
         body = [_line(model, rows, rivals) for model, rows in steps.items()]
         parts += [paragraph(text), grid(head, body)]
+        parts += failures(
+            [
+                (_named(model), row["rival"], row["failed"])
+                for model, rows in steps.items()
+                for row in rows
+                if "failed" in row
+            ]
+        )
     if times:
         counts = sorted({n for taken in times.values() for n in taken if n.isdigit()}, key=int)
         text = "Seconds that fastdp compiles for, with nothing in the compiler's caches:"

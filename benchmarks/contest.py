@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 from measure import reason_of
-from rivals import COMPILED, Block
+from rivals import COMPILED, Block, NoAnswer
 
 OURS, ONE, SILENT = "fastdp", "one GPU", ", silent"
 # In one turn: fewer would count the waits around it more than the steps.
@@ -77,10 +77,12 @@ class Contest:
         self._blocks: Dict[str, List[Block]] = {name: [] for name in entries}
         self._facts: Dict[str, Dict[str, Any]] = {}
         self._rescue = rescue
+        self._sent_s = 0.0
         self.failed: Dict[str, str] = dict(lost or {})
 
     def send_off(self) -> None:
         """Starts the rivals that live in processes of their own."""
+        self._sent_s = spent_s()
         for name, entry in self._entries.items():
             if entry.is_apart:
                 self._try(name, self._start)
@@ -161,7 +163,11 @@ class Contest:
         if entry.is_apart:
             left_s = max(1.0, self._bounds.ends_at - spent_s())
             answer_s = min(self._bounds.answer_s, left_s)
-            self._memories[name] = self._rivals[name].warm_up(entry.warmup, answer_s)
+            try:
+                self._memories[name] = self._rivals[name].warm_up(entry.warmup, answer_s)
+            except NoAnswer:  # which knows of the last wait for it alone
+                waited_s = spent_s() - self._sent_s
+                raise NoAnswer(f"not warm {waited_s:.0f} s after it was started") from None
         else:
             self._start(name)
             self._memories[name] = self._rivals[name].warm_up(entry.warmup)

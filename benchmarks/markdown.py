@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 NONE = "–"
 # Of a command: where it wrote, and when it would have stopped, change no figure.
@@ -42,6 +42,19 @@ def kept(bars: Sequence[Dict[str, Any]]) -> List[str]:
         bound = "most" if "most" in bar else "least"
         each.append(f"{bar['bar']} is {bar['measured']:.3g} (at {bound} {bar[bound]:.3g})")
     return [f"{text}{'; not: ' if each else ''}{'; '.join(each)}."]
+
+
+def failures(found: Sequence[Tuple[str, str, str]]) -> List[str]:
+    """Of (where, who, reason) each: why a table says "failed", as one text or none. Those that
+    failed for one reason share a line."""
+    names: Dict[Tuple[str, str], List[str]] = {}
+    for place, name, reason in found:
+        names.setdefault((place, reason), []).append(name)
+    lines = [
+        paragraph(f"- {place}: {'; '.join(who)} failed: {reason.rstrip('.')}.", hanging="  ")
+        for (place, reason), who in names.items()
+    ]
+    return ["\n".join(lines)] if lines else []
 
 
 def machine_text(found: Dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Sequence
 
-from markdown import figure, grid, kept, paragraph
+from markdown import failures, figure, grid, kept, paragraph
 
 NAMES = {
     "broadcast": "broadcast to the other GPUs",
@@ -46,6 +46,10 @@ def verb_table(rows: Sequence[Dict[str, Any]]) -> str:
     return grid(["us on the GPUs", "way", *map(size_text, sizes)], body, texts=2)
 
 
+def place_of(row: Dict[str, Any]) -> str:
+    return f"{NAMES.get(row['verb'], row['verb'])}, {size_text(row['size_bytes'])}"
+
+
 def render_comm(files: Sequence[Dict[str, Any]]) -> List[str]:
     parts = []
     for found in latest(files, "devices"):
@@ -55,7 +59,10 @@ def render_comm(files: Sequence[Dict[str, Any]]) -> List[str]:
         )
         buckets = [row for row in found["rows"] if "tensors" in row["verb"]]
         verbs = [row for row in found["rows"] if "tensors" not in row["verb"]]
-        parts += [verb_table(rows) for rows in (verbs, buckets) if rows]
+        for rows in (verbs, buckets):
+            failed = [row for row in rows if "failed" in row]
+            parts += [verb_table(rows)] if rows else []
+            parts += failures([(place_of(row), row["way"], row["failed"]) for row in failed])
         parts += map(paragraph, kept(found["bars"]))
     return parts
 

@@ -44,6 +44,10 @@ class Memory(NamedTuple):
     taken_mb: List[float]
 
 
+class NoAnswer(RuntimeError):
+    """A process has not answered in its time."""
+
+
 def distinct(devices: Devices) -> List[torch.device]:
     return list(dict.fromkeys(devices))
 
@@ -287,7 +291,7 @@ class Distributed:
             ready = connection.wait([self._pipes[rank] for rank in missing], waited_s)
             if not ready:
                 who = self._named(missing)
-                raise RuntimeError(f"{who} did not answer in {answer_s:.0f} s")
+                raise NoAnswer(f"{who} did not answer in {answer_s:.0f} s")
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 try:

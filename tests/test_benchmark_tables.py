@@ -140,6 +140,18 @@ def test_a_rival_that_fails_without_a_word_leaves_the_others_in():
     assert measure.reason_of(ValueError("first\nlast\n"), 0) == "first"
 
 
+def test_a_process_that_is_not_warm_in_time_says_after_how_long(monkeypatch):
+    """Not only how long it was waited for at last, behind others."""
+    clock = [3.0]
+    monkeypatch.setattr(contest, "spent_s", lambda: clock[0])
+    late, good = Known(1.0, {2: rivals.NoAnswer("did not answer in 1 s")}), Known(2.0)
+    game = known_contest(are_apart=("late",), late=late, good=good)
+    game.send_off()
+    clock[0] = 85.0
+    game.warm_up()
+    assert game.failed == {"late": "not warm 82 s after it was started"}
+
+
 def test_a_contest_over_its_limit_ends_after_a_round():
     rows = hold(known_contest(ends_at=-1.0, one=Known(1.0), other=Known(2.0)))
     assert [len(rows[name]["turns_ms"]) for name in ("one", "other")] == [1, 1]
@@ -431,8 +443,15 @@ def test_moves_and_feeds_as_tables():
         ["cost", "way", "median, us", "times fastdp"],
         ["norm", "torch", "50.0", "2.00"],
     ]
+    assert "- sum of all GPUs' tensors, 4 KB: NCCL failed: no." in text
     assert "0 of 1 promises hold; not: a sum is 0.8 (at least 1)." in text
     assert "1 of 1 promises hold." in text and "by transport `peer`:" in text
+
+
+def test_what_failed_for_one_reason_shares_a_line():
+    found = [("mlp", "DDP, a", "late."), ("mlp", "fastdp", "lost"), ("mlp", "DDP, b", "late.")]
+    text = "- mlp: DDP, a; DDP, b failed: late.\n- mlp: fastdp failed: lost."
+    assert markdown.failures(found) == [text] and markdown.failures([]) == []
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,7 @@ def test_tables_join_runs_and_name_what_does_not_hold():
     ]  # fmt: skip
     text = tables.render(files)
     assert "| Model (batch per GPU) | fastdp compiled | DDP, default |" in text
+    assert "\n\n- mlp (64): DDP, default failed: out of memory.\n\n" in text
     assert "| mlp (64) | 3.14 | failed |" in text and "| gpt2 (8) | 3.14 | \u2013 |" in text
     assert "| Model (batch per GPU) | 1 replica | 2 replicas |" in text
     assert "| mlp (64) | 12.3 | 13.0 |" in text
