@@ -96,7 +96,6 @@ def _fill_fresh(
             name: None if tensor is None else copy_of[id(tensor)]
             for name, tensor in getattr(module, kind).items()
         }
-    attributes["_is_replica"] = True
     attributes["_former_parameters"] = attributes["_parameters"]
     for repair in repairs_of(module):
         repair(replica)

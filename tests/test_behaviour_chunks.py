@@ -1,6 +1,7 @@
 """BEHAVIOUR B and C: small chunks, and what the errors of unfit arguments and results say."""
 
 import collections
+import dataclasses
 import re
 
 import pytest
@@ -108,6 +109,19 @@ def test_the_error_of_a_dimension_that_outputs_have_not(fast, shape, dim):
     text = re.escape(f"has shape {shape} on replica 0: it cannot be gathered along dimension {dim}")
     with pytest.raises(RuntimeError, match=text):
         fast.api.gather(outputs, fast.home_id, dim)
+
+
+@dataclasses.dataclass
+class Partial:
+    y: torch.Tensor
+    late: torch.Tensor = dataclasses.field(init=False)
+
+
+@row("C6")
+def test_a_field_that_was_never_set_stays_unset(fast):
+    out = fast.wrap(Apply(lambda s, x: [Partial(s.lin(x))]), 2)(ints(5, 3))
+    same(out[0].y, linear()(ints(5, 3)))
+    assert type(out[0]) is Partial and not hasattr(out[0], "late")
 
 
 @row("B16")

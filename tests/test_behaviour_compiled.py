@@ -1,13 +1,17 @@
 """BEHAVIOUR E: compiled, scripted, traced and exported modules."""
 
 import copy
+import gc
 import io
 import warnings
+import weakref
 
 import pytest
 import torch
 from nets import Net, close, grads, ints, linear, same
 from torch import nn
+
+from fastdp.fresh_replicas import WalkedTree
 
 row = pytest.mark.row
 
@@ -115,6 +119,102 @@ def test_scripted_modules(impl, kind):
         for parameter in (*module.parameters(), *plain.parameters()):
             parameter.mul_(2)
         close(dp(x), plain(x))
+
+
+class Nested(nn.Module):
+    """A counter below the root."""
+
+    def __init__(self):
+        super().__init__()
+        self.counting = Counting()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.counting(x)
+
+
+@row("E9", "A12")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_children_of_scripted_modules_are_the_replicas_own(fast):
+    """What one counts would be the base's: 4 + 3 instead of 4."""
+    module = scripted(Nested())
+    dp = fast.wrap(module, 2)
+    for step in range(2):
+        same(dp(ints(7, 3)), linear()(ints(7, 3)))
+        assert module.counting.k.item() == 4 * (step + 1)
+
+
+class Own(nn.Linear):
+    """Replicates itself, and so all that is with it in one module."""
+
+    def _replicate_for_data_parallel(self):
+        return super()._replicate_for_data_parallel()
+
+
+@row("E9", "A22")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["scripted", "beside one that replicates itself"])
+def test_an_rnns_list_of_weights_is_its_replicas(fast, kind):
+    module = scripted(Lstm()) if kind == "scripted" else Lstm()
+    if kind != "scripted":
+        module.own = Own(2, 2).double()
+    replicas = fast.api.replicate(module.to(fast.home), fast.ids(3))
+    for replica in replicas:
+        lstm = replica.lstm
+        own = [getattr(lstm, name) for name in lstm._flat_weights_names]
+        listed = lstm._flat_weights
+        assert [w.data_ptr() for w in listed] == [w.data_ptr() for w in own]
+        assert all(w.grad_fn is not None for w in listed)
+    assert len({replica.lstm._flat_weights[0].data_ptr() for replica in replicas}) == 3
+
+
+@row("A10", why="fresh replicas have what torch's have")
+def test_the_marks_of_a_replica_that_made_itself(fast):
+    module = nn.Sequential(Own(3, 2), nn.Linear(2, 2)).double().to(fast.home)
+    for replica in fast.api.replicate(module, fast.ids(2)):
+        for own in replica.modules():
+            assert own._is_replica and own._former_parameters is own._parameters
+
+
+def test_a_walked_tree_knows_its_modules_and_holds_none():
+    module = nn.Sequential(Own(3, 2), nn.Linear(2, 2))
+    tree = WalkedTree(tuple(module.modules()))
+    assert tree.hold(module) and tree.collect()[0] == tuple(module.parameters())
+    tree.release()
+    module[1] = last = nn.Linear(2, 2)  # another of its class
+    assert not tree.hold(module)
+    tree = WalkedTree(tuple(module.modules()))
+    module.append(nn.Identity())
+    assert not tree.hold(module)
+    tree = WalkedTree(tuple(module.modules()))
+    last.__class__ = Own
+    assert not tree.hold(module)
+    tree = WalkedTree(tuple(module.modules()))
+    assert tree.hold(module)
+    tree.release()
+    known = weakref.ref(module)
+    del module
+    gc.collect()
+    assert known() is None
+
+
+@row("E8", why="what only looks like torch.compile's")
+@pytest.mark.parametrize("name", ["_orig_mod", "inner"])
+def test_a_forward_that_is_not_the_compilers(fast, name):
+    """A module of the name that a compiled one has for its original, and the compiler's method."""
+
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            setattr(self, name, linear())
+
+        def forward(self, x):
+            return 2 * getattr(self, name)(x)
+
+    if name != "_orig_mod":
+        Holder._initialize = lambda self: None
+    same(fast.wrap(Holder(), 2)(ints(4, 3)), 2 * linear()(ints(4, 3)))
 
 
 @row("E9", why="fx GraphModules")
