@@ -19,7 +19,8 @@ typedef struct load_tries {
 } load_tries;
 
 const char *fdp_nccl_version_text(int version, char *text, size_t size_bytes) {
-  snprintf(text, size_bytes, "%d.%d.%d", version / 10000, version / 100 % 100, version % 100);
+  int unit = version < 10000 ? 1000 : 10000; /* 2804 was 2.8.4, until 2.9 */
+  snprintf(text, size_bytes, "%d.%d.%d", version / unit, version % unit / 100, version % 100);
   return text;
 }
 

@@ -80,6 +80,9 @@ static void test_refusals(void) {
   fake->set_version(21602);
   check_refused(NULL, NULL, gpus, "NCCL cannot be used: FASTDP_NCCL: is NCCL 2.16.2, must be 2.17 "
                 "or newer");
+  fake->set_version(2804);
+  check_refused(NULL, NULL, gpus, "NCCL cannot be used: FASTDP_NCCL: is NCCL 2.8.4, must be 2.17 "
+                "or newer");
 }
 
 /* The environment is read at the first use, as NCCL and CUDA do, and then no more: another thread
