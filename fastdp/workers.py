@@ -82,11 +82,13 @@ class Job:
         self.done.close()
 
     def wait(self) -> None:
+        may_come = True
         while True:
             try:
-                self.done.take(_LOOK_S)
+                self.done.take(_LOOK_S if may_come else 0.0)
             except _C.TimeoutError:
-                if self.thread is None or self.thread.is_alive():
+                if may_come:  # a thread that is gone may have said its last between both looks
+                    may_come = self.thread is None or self.thread.is_alive()
                     continue
                 raise RuntimeError(
                     f"the thread of replica {self.rank} ended before the replica's forward"

@@ -97,6 +97,22 @@ def test_an_inbox_whose_thread_is_gone_takes_no_more(failing, team):
         team._inboxes[0].put(job_of(3))
 
 
+@pytest.mark.parametrize("error", [None, MemoryError("on demand")], ids=["done", "failed"])
+def test_the_last_word_of_a_thread_that_then_ends_is_heard(monkeypatch, error):
+    """It comes when the caller has just looked in vain, and before it looks for the thread."""
+    monkeypatch.setattr(workers, "_LOOK_S", 0.0)
+    job = job_of(3)
+
+    class Ends:
+        def is_alive(self):
+            job.done.put(True) if error is None else job.give_up(error)
+            return False
+
+    job.thread = Ends()
+    job.wait()
+    assert job.error is error
+
+
 def test_a_thread_that_is_dismissed_ends(failing, team):
     failing.failed = 1
     team.grow(2)
