@@ -201,7 +201,9 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> List[nn.Module]:
         """The replicas of this forward, one per device, filled with copies of the module's tensors
         as they are now. For the wrapped module on the wrapper's own devices they are kept and
-        refreshed; for anything else they are new."""
+        refreshed; for anything else they are new. Without devices there are none."""
+        if not len(device_ids):
+            return []
         runtime = self._fastdp_get_runtime()
         devices = runtime.parsed(device_ids)
         if runtime.serves(module, devices, self._fastdp_move_options()):

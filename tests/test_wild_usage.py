@@ -8,10 +8,11 @@ import functools
 import threading
 import types
 
+import fastdp
 import pytest
 import torch
 from alike import Table, check, trained
-from nets import Apply, Net, grads, ints, linear
+from nets import Apply, Net, grads, ints, linear, same
 from torch import nn
 
 row = pytest.mark.row
@@ -352,3 +353,13 @@ def patches_its_replicate(wrap):
 @pytest.mark.parametrize("case", usages.values(), ids=usages.keys())
 def test_usages(case, fast):
     check(case, fast)
+
+
+@row("F9", "L3")
+def test_replicas_of_a_wrapper_without_devices(monkeypatch):
+    """A subclass that makes copies in its constructor works where there is no GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for base in (nn.DataParallel, fastdp.DataParallel):
+        dp = base(Net())
+        assert dp.replicate(dp.module, dp.device_ids) == []
+        same(dp(ints(4, 3)), Net()(ints(4, 3)))
