@@ -5,7 +5,8 @@
     python benchmarks/tables.py --check                exits 1 if README.md says something else
 
 Between `<!-- figures:begin -->` and `<!-- figures:end -->` README.md has what these files give, and
-nothing by hand. Each file is one run of a benchmark with --json.
+nothing by hand; between `<!-- summary:begin -->` and `<!-- summary:end -->`, where a page has these,
+the few figures of benchmarks/summary_table.py. Each file is one run of a benchmark with --json.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ import compiled_tables  # noqa: E402
 import move_tables  # noqa: E402
 import scaling_tables  # noqa: E402
 import step_tables  # noqa: E402
+import summary_table  # noqa: E402
 from markdown import runs  # noqa: E402
 
 ROOT = HERE.parent
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
+SUMMARY = "<!-- summary:begin -->", "<!-- summary:end -->"
 # By benchmarks/plot.py.
 PICTURE = "![The times of these steps as bars](docs/steps.svg)"
 CLIMB = "![The share of one GPU's rate by the number of GPUs](docs/scaling.svg)"
@@ -76,13 +79,23 @@ def render(files: Sequence[Dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def split(text: str, page: str) -> List[str]:
+def split(text: str, page: str, begin: str = BEGIN, end: str = END) -> List[str]:
     """What stands before the block, in it, and after it."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise SystemExit(f"{page}: it must have {BEGIN} and {END} once, in this order")
-    before, rest = text.split(BEGIN)
-    inside, after = rest.split(END)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise SystemExit(f"{page}: it must have {begin} and {end} once, in this order")
+    before, rest = text.split(begin)
+    inside, after = rest.split(end)
     return [before, inside.strip("\n"), after]
+
+
+def filled(text: str, page: str, files: Sequence[Dict[str, Any]]) -> str:
+    """The page with the tables of these runs."""
+    before, _, after = split(text, page)
+    text = f"{before}{BEGIN}\n\n{render(files)}\n\n{END}{after}"
+    if SUMMARY[0] not in text:
+        return text
+    before, _, after = split(text, page, *SUMMARY)
+    return f"{before}{SUMMARY[0]}\n\n{summary_table.render(files)}\n\n{SUMMARY[1]}{after}"
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -98,14 +111,14 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     if not files:
         print("no run of a benchmark: nothing to make a table of", file=sys.stderr)
         return 0 if args.check else 1
-    tables = render(files)
     if not args.write and not args.check:
-        print(tables)
+        print(render(files))
         return 0
-    before, inside, after = split(args.page.read_text(), args.page.name)
+    text = args.page.read_text()
+    new = filled(text, args.page.name, files)
     if args.write:
-        args.page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}")
-    elif inside != tables:
+        args.page.write_text(new)
+    elif text != new:
         print(f"{args.page.name} has other tables: benchmarks/tables.py --write", file=sys.stderr)
         return 1
     return 0

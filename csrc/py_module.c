@@ -155,7 +155,10 @@ static PyObject *use_exchange_table(PyObject *module, PyObject *value) {
 }
 
 static PyMethodDef module_methods[] = {
-    {"build_info", build_info, METH_NOARGS, PyDoc_STR("How this extension was built.")},
+    {"build_info", build_info, METH_NOARGS,
+     PyDoc_STR("build_info()\n--\n\n"
+               "How this extension was built: version, commit, compiler, dlpack, cuda (bool),\n"
+               "cuda_toolkit and cuda_archs, as a dictionary.")},
     {"nothing", nothing, METH_NOARGS, PyDoc_STR("Does nothing: the cost of a call.")},
     {"env_table", env_table, METH_NOARGS,
      PyDoc_STR("(name, type, default, sentence) of every environment variable.")},

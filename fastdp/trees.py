@@ -52,6 +52,10 @@ def scatter_kwargs(
 ) -> Tuple[Tuple[Any, ...], Tuple[Dict[str, Any], ...]]:
     """`scatter` of positional and keyword arguments: one tuple and one dictionary per used replica.
 
+    Args:
+        inputs, kwargs: the arguments; `kwargs` may be None.
+        target_gpus, dim: as in `scatter`.
+
     The tensors alone decide how many replicas are used: constants never add one (torch calls the
     surplus replicas without the tensors). Arguments without any tensor go to every replica; no
     arguments at all give two empty tuples. A batch in which every tensor is empty along `dim` is
