@@ -1,5 +1,6 @@
-/* The sum of transport_peer.c: ranks on other devices than home pack what they contribute, and
- * home, or every device a shard of it, adds it up over the peers' memory. The streams are as in transport.h. */
+/* The sum of transport_peer.c: ranks on other devices than home pack what they contribute, unless
+ * it is one large tensor, and home, or every device a shard of it, adds it up over the peers'
+ * memory. The streams are as in transport.h. */
 #ifndef FDP_PEER_SUM_H
 #define FDP_PEER_SUM_H
 
