@@ -20,6 +20,8 @@ def choose_devices(device_ids: Optional[Sequence[Any]]) -> Tuple[torch.device, .
         return ()
     if device_ids is None:
         device_ids = list(range(torch.cuda.device_count()))
+    elif isinstance(device_ids, (list, tuple)) and tuple(device_ids) == (None,):
+        device_ids = ["cuda"]  # [args.gpu] of a script whose --gpu was not given: the current one
     devices = parse_devices(device_ids, "device_ids")
     if len(devices) > MAX_REPLICAS:
         raise ValueError(

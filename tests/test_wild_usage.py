@@ -15,6 +15,8 @@ from alike import Table, check, trained
 from nets import Apply, Net, grads, ints, linear, same
 from torch import nn
 
+from fastdp.placement import choose_devices
+
 row = pytest.mark.row
 
 usages = Table()
@@ -363,3 +365,16 @@ def test_replicas_of_a_wrapper_without_devices(monkeypatch):
         dp = base(Net())
         assert dp.replicate(dp.module, dp.device_ids) == []
         same(dp(ints(4, 3)), Net()(ints(4, 3)))
+
+
+@row("F7")
+def test_an_option_that_was_not_given_as_the_only_device(monkeypatch):
+    """device_ids=[args.gpu] where that is None: torch's takes the current GPU."""
+    assert choose_devices([None]) == () or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert choose_devices([None]) == choose_devices((None,)) == (torch.device("cuda", 1),)
+    with pytest.raises(TypeError, match=r"device_ids\[1\] must be an int"):
+        choose_devices([0, None])
+    assert torch._utils._get_device_index(None, optional=True) == 1  # torch's, of each entry
