@@ -10,8 +10,6 @@ import torch
 from nets import Apply, Net, exact, grads, ints, linear, same
 from torch import nn
 
-import fastdp
-
 row = pytest.mark.row
 
 SCALARS = (
