@@ -350,7 +350,9 @@ def check_balance(indices: Any) -> None:
 
 
 def replicates_itself(module: torch.nn.Module) -> bool:
-    """Whether a class makes its replicas in its own way."""
+    """Whether a class, or a module that was given a method, makes replicas in its own way."""
+    if "_replicate_for_data_parallel" in module.__dict__:
+        return True
     own = type(module)._replicate_for_data_parallel
     return own not in (
         torch.nn.Module._replicate_for_data_parallel,

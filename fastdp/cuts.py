@@ -5,9 +5,10 @@ containers are made anew around the pieces, all else is handed on as it is.
 from __future__ import annotations
 
 from itertools import chain, repeat
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+from torch.nn.parallel import scatter_gather
 from torch.nn.utils.rnn import PackedSequence
 
 from .containers import is_namedtuple, place, rebuild_dict
@@ -210,6 +211,32 @@ class Cut(_Deal):
             pieces.append([deal.trees(item, (path, i))[0] for i, item in piece])
             start += size
         return pieces
+
+
+def replaced_scatter() -> Optional[Callable[..., Any]]:
+    """What somebody put in the place of torch's own scatter, which torch's wrapper then calls."""
+    found = scatter_gather.scatter
+    return None if getattr(found, "__globals__", None) is vars(scatter_gather) else found
+
+
+def scatter_call(
+    inputs: Tuple[Any, ...],
+    kwargs: Optional[Dict[str, Any]],
+    devices: Tuple[torch.device, ...],
+    dim: int,
+    rules: Rules = PLAIN,
+    surprises: Optional[Surprises] = None,
+) -> Tuple[Tuple[Tuple[Any, ...], ...], Tuple[Dict[str, Any], ...]]:
+    """`scatter_arguments`, unless there is no option to heed and torch's scatter was replaced."""
+    replaced = replaced_scatter()
+    if replaced is None or rules is not PLAIN:
+        return scatter_arguments(inputs, kwargs, devices, dim, rules, surprises)
+    ids = [device if device.type == "cpu" else device.index for device in devices]
+    rows = list(replaced(inputs, ids, dim)) if inputs else []
+    named = list(replaced(kwargs, ids, dim)) if kwargs else []
+    rows.extend(() for _ in range(len(named) - len(rows)))
+    named.extend({} for _ in range(len(rows) - len(named)))
+    return tuple(rows), tuple(named)
 
 
 def scatter_arguments(

@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
 
 import torch
 
-from .cuts import PLAIN
+from .cuts import PLAIN, replaced_scatter
 from .devices import parse_device
 from .streams import distinct
 
@@ -46,7 +46,7 @@ def cuts_alike(wrapper: Any) -> bool:
     from .wrapper import DataParallel
 
     own = type(wrapper).scatter is not DataParallel.scatter or "scatter" in wrapper.__dict__
-    return not own and wrapper._fastdp_rules() is PLAIN
+    return not own and wrapper._fastdp_rules() is PLAIN and replaced_scatter() is None
 
 
 def warm_up(wrapper: Any, inputs: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from . import environment
 from .apply import apply_modules
-from .cuts import scatter_arguments
+from .cuts import scatter_call
 from .devices import parse_device
 from .placement import choose_devices, tensors_of
 from .plans import check_home
@@ -51,7 +51,7 @@ def data_parallel(
         raise RuntimeError("no available devices were found: device_ids=['cpu', ...] uses the host")
     output = devices[0] if output_device is None else parse_device(output_device, "output_device")
     if len(devices) == 1:
-        rows, named = scatter_arguments(inputs, module_kwargs, devices, dim)
+        rows, named = scatter_call(inputs, module_kwargs, devices, dim)
         check_home(tensors_of(module), devices[0])
         return module(*(rows[0] if rows else ()), **(named[0] if named else {}))
     options = environment.bucket_bytes(None), environment.unused_grad(None), None
@@ -59,7 +59,7 @@ def data_parallel(
         runtime = _runtimes.get(module)
         if runtime is None or not runtime.serves(module, devices, options):
             runtime = _runtimes[module] = Runtime(module, devices, options, weak=True)
-    rows, named = scatter_arguments(
+    rows, named = scatter_call(
         inputs, module_kwargs, devices, dim, surprises=runtime.surprises
     )
     if not rows and not named:

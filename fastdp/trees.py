@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 
 from .containers import is_namedtuple, rebuild, rebuild_dict
-from .cuts import Cut, scatter_arguments
+from .cuts import Cut, scatter_call
 from .devices import parse_device, parse_devices
 from .functions import gather_tensors
 
@@ -61,7 +61,7 @@ def scatter_kwargs(
     arguments at all give two empty tuples. A batch in which every tensor is empty along `dim` is
     one replica's. Shapes, devices and errors as in `scatter`.
     """
-    return scatter_arguments(inputs, kwargs, parse_devices(target_gpus, "target_gpus"), dim)
+    return scatter_call(inputs, kwargs, parse_devices(target_gpus, "target_gpus"), dim)
 
 
 def gather(outputs: Any, target_device: Any, dim: int = 0) -> Any:

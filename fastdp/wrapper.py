@@ -14,7 +14,7 @@ from . import _torch_compat, compile_options, environment, options
 from .apply import apply_modules
 from .attributes import add_attributes
 from .compile_seam import OF_THIS_PROCESS, is_seen, see
-from .cuts import PLAIN, Rules, scatter_arguments
+from .cuts import PLAIN, Rules, scatter_call
 from .deadlines import Watched
 from .devices import parse_device, parse_devices
 from .engine_choice import warm_up
@@ -220,7 +220,7 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
             surprises = self.__dict__.get("_fastdp_surprises")
             if surprises is None:
                 surprises = self.__dict__.setdefault("_fastdp_surprises", Surprises())
-        return scatter_arguments(inputs, kwargs, devices, self.dim, self._fastdp_rules(), surprises)
+        return scatter_call(inputs, kwargs, devices, self.dim, self._fastdp_rules(), surprises)
 
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any

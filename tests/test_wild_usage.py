@@ -1,21 +1,18 @@
 """BEHAVIOUR L, side by side with torch's own: subclasses of the wrapper as in public code, and
 wrappers that are patched. Each case is a kind that many repositories have, in its smallest form;
-what is done with modules is in test_wild_modules.py. More kinds are in
-test_behaviour_alike_subclasses.py."""
+what is done with modules is in test_wild_modules.py, what scripts do around them in
+test_wild_scripts.py. More kinds are in test_behaviour_alike_subclasses.py."""
 
 import copy
 import functools
 import threading
 import types
 
-import fastdp
 import pytest
 import torch
 from alike import Table, check, trained
-from nets import Apply, Net, grads, ints, linear, same
+from nets import Apply, Net, grads, ints, linear
 from torch import nn
-
-from fastdp.placement import choose_devices
 
 row = pytest.mark.row
 
@@ -355,26 +352,3 @@ def patches_its_replicate(wrap):
 @pytest.mark.parametrize("case", usages.values(), ids=usages.keys())
 def test_usages(case, fast):
     check(case, fast)
-
-
-@row("F9", "L3")
-def test_replicas_of_a_wrapper_without_devices(monkeypatch):
-    """A subclass that makes copies in its constructor works where there is no GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for base in (nn.DataParallel, fastdp.DataParallel):
-        dp = base(Net())
-        assert dp.replicate(dp.module, dp.device_ids) == []
-        same(dp(ints(4, 3)), Net()(ints(4, 3)))
-
-
-@row("F7")
-def test_an_option_that_was_not_given_as_the_only_device(monkeypatch):
-    """device_ids=[args.gpu] where that is None: torch's takes the current GPU."""
-    assert choose_devices([None]) == () or torch.cuda.is_available()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert choose_devices([None]) == choose_devices((None,)) == (torch.device("cuda", 1),)
-    with pytest.raises(TypeError, match=r"device_ids\[1\] must be an int"):
-        choose_devices([0, None])
-    assert torch._utils._get_device_index(None, optional=True) == 1  # torch's, of each entry
