@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 from apart import BARE, DEFAULT, LEAN, OURS, WHOLE, Apart, Spec, share_cores
 from contest import Bounds, Contest, Entry, say, show, spent_s
 from rivals import ANSWER_S, Distributed, distinct
+from step import chosen
 
 ALONE, ALONE_BARE = "fastdp compiled, one", "one GPU, reduce-overhead"
 ALL, DDP = "fastdp compiled", "DDP, "
@@ -68,7 +69,7 @@ def entries_of(model: Title, args: argparse.Namespace) -> Dict[str, Entry]:
         args.port += 1
         facts = {"kind": "DDP compiled"}
         entries[DDP + mode] = Entry(make, n, args.warmup, facts, is_apart=True)
-    return {k: v for k, v in entries.items() if not args.only or k in args.only}
+    return chosen(entries, args.only)
 
 
 def take_steps(

@@ -195,7 +195,7 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--devices", default="0,1", help="such as 0,1 or 0,0 or cpu,cpu")
     parser.add_argument("--model", default="resnet50", help="name or name:batch per replica")
     parser.add_argument("--depth", type=int, default=2, help="of prefetch")
-    parser.add_argument("--engine", default="eager", help="eager, auto or graph")
+    parser.add_argument("--engine", choices=("eager", "auto", "graph"), default="eager")
     parser.add_argument("--steps", type=int, default=12, help="steps in one turn")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE")

@@ -165,6 +165,7 @@ def train(way: Way, name: str, per_gpu: int, steps: int) -> Dict[str, Any]:
         with model.precision(kind):
             fit = module.fits(batch, optimizer=optimizer)
         row["train"] = _estimate(fit, began)
+        way.forget()  # it runs some operators, whose memory is no step's
     for _ in range(steps):
         _step(module, model, optimizer, batch, kind)
     row["added"] = {
@@ -235,16 +236,19 @@ def rows_of(
         pipes.append(ours)
         processes.append(process)
     rows: List[Dict[str, Any]] = []
-    for _ in models:
+    while len(rows) < len(models):
         answers = [_answer(pipe, name) for pipe in pipes]
         failed = [answer for answer in answers if "failed" in answer]
         row = dict(failed[0] if failed else answers[0])
+        is_over = row.pop("is_over", False)
         if not failed:
             row["added"] = {k: v for answer in answers for k, v in answer["added"].items()}
         rows.append(row)
-        if failed and name == DDP:
+        if is_over or (failed and name == DDP):
+            # A late answer would pass for the next model's, and DDP's other ranks hang.
             rows += [dict(row) for _ in range(len(models) - len(rows))]
-            break
+            for process in processes:
+                process.kill()
     for process in processes:
         process.join(20)
         if process.is_alive():
@@ -253,12 +257,14 @@ def rows_of(
 
 
 def _answer(pipe: Any, name: str) -> Dict[str, Any]:
+    """With `is_over` nothing more is to be expected of its process."""
+    over = {"way": name, "is_over": True}
     if not pipe.poll(ANSWER_S):
-        return {"way": name, "failed": f"no answer in {ANSWER_S:g} s"}
+        return {**over, "failed": f"no answer in {ANSWER_S:g} s"}
     try:
         return pipe.recv()
     except EOFError:
-        return {"way": name, "failed": "its process has died"}
+        return {**over, "failed": "its process has died"}
 
 
 # What it means

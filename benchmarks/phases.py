@@ -32,6 +32,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from measure import machine_line, machine_of  # noqa: E402
 from models import MODELS, Model  # noqa: E402
+from step import device_of  # noqa: E402
 
 import fastdp  # noqa: E402
 from fastdp import functions  # noqa: E402
@@ -202,6 +203,9 @@ def parse_arguments() -> argparse.Namespace:
     for name in options.models.split(","):
         if name not in MODELS:
             parser.error(f"argument --models: {name!r} is none of {', '.join(MODELS)}")
+    options.devices = [device_of(name, parser) for name in options.devices.split(",")]
+    if len({device.type for device in options.devices}) > 1 or len(options.devices) < 2:
+        parser.error("--devices: two or more are needed, all GPUs or all cpu")
     for argument, value, least in (("batch", options.batch, 0), ("steps", options.steps, 1)):
         if value < least:
             parser.error(f"argument --{argument}: {value}, must be at least {least}")
@@ -210,10 +214,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_arguments()
-    devices = [
-        torch.device("cuda", int(word)) if word.isdecimal() else torch.device(word)
-        for word in options.devices.split(",")
-    ]
+    devices = options.devices
     where = machine_of(devices)
     if all(device.type == "cpu" for device in devices):
         torch.set_num_threads(1)  # the host's own work is what is looked at

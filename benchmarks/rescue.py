@@ -9,6 +9,7 @@ import faulthandler
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 import time
 from typing import Any, Dict, Iterator, List, Optional, Sequence
@@ -27,9 +28,9 @@ def end_children() -> None:
 
 
 class Rescue:
-    """`found` is the run so far, which the next process takes up from `path`: `found["lost"]` names
-    rivals and why they are left out. `arguments`: those of the script, without --resume. `ends_at`:
-    by the monotonic clock."""
+    """`found` is the run so far, which the next process takes up from `path`, or from a file that
+    is made then: `found["lost"]` names rivals and why they are left out. `arguments`: those of the
+    script, without --resume. `ends_at`: by the monotonic clock."""
 
     def __init__(
         self,
@@ -70,12 +71,13 @@ class Rescue:
     def lose(self, contest: str, rival: str, reason: str) -> None:
         """Does not return."""
         self._found["lost"].append({"contest": contest, "rival": rival, "reason": reason})
-        keep(self._path, self._found)
+        path = self._path or tempfile.mkstemp(".json", "step-")[1]
+        keep(path, self._found)
         print(f"{contest}: {rival} spoiled the process ({reason}); going on without it", flush=True)
         end_children()
         script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "step.py")
         left_s = max(1.0, self._ends_at - time.monotonic())
-        again = [*self._arguments, "--limit", f"{left_s:.0f}", "--resume", self._path]
+        again = [*self._arguments, "--limit", f"{left_s:.0f}", "--resume", path]
         os.execv(sys.executable, [sys.executable, script, *again])
 
     def _watch(self) -> None:

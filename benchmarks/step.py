@@ -52,7 +52,6 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -79,6 +78,8 @@ from rivals import (  # noqa: E402
 )
 from scaling import Case  # noqa: E402
 
+# Of torch.compile, but for the first.
+DDP_MODES = ("eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 # Steps before the first turn of a rival that neither records nor compiles.
 EAGER_WARMUP = 3
 
@@ -128,7 +129,17 @@ def entries_of(case: Case, args: argparse.Namespace, ports_used: int = 0) -> Dic
                 {"kind": "DDP" if is_eager else "DDP compiled", "mode": mode},
                 is_apart=True,
             )
-    return {k: v for k, v in entries.items() if not args.only or k in args.only}
+    if case.scaling:  # the contest of one GPU does not have all that others have
+        return {k: v for k, v in entries.items() if not args.only or k in args.only}
+    return chosen(entries, args.only)
+
+
+def chosen(entries: Dict[str, Entry], only: Sequence[str]) -> Dict[str, Entry]:
+    """Those that --only names; all where it names none. Ends the program where one is unknown."""
+    unknown = [name for name in only if name not in entries]
+    if unknown:
+        raise SystemExit(f"--only: {unknown[0]!r} is not one of {'; '.join(entries)}")
+    return {name: entry for name, entry in entries.items() if not only or name in only}
 
 
 def ddp_of(case: Case, mode: str, port: int) -> Callable[[], Distributed]:
@@ -183,6 +194,9 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
         if engine not in ("eager", "auto", "graph", COMPILED):
             parser.error(f"--engines: {engine!r} is not one of eager, auto, graph, {COMPILED}")
     args.ddp = [] if args.ddp == "none" else args.ddp.split(",")
+    for mode in args.ddp:
+        if mode not in DDP_MODES:
+            parser.error(f"--ddp: {mode!r} is not one of {', '.join(DDP_MODES)}, none")
     args.only = [title for title in args.only.split(";") if title]
     return args
 
@@ -307,7 +321,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     found = begin_or_resume(given, args)
     print(json.dumps(found["machine"]), flush=True)
     settle(args)
-    path = args.json or args.resume or tempfile.mkstemp(".json", "step-")[1]
+    path = args.json or args.resume or ""
     if args.resume:
         given = given[: given.index("--resume")]
     ends_at = time.monotonic() + args.limit - spent_s()

@@ -49,6 +49,62 @@ def test_a_way_that_fails_fails_the_check():
     assert done.returncode == 1 and "DDP             failed: " in done.stdout
 
 
+class Pretended:
+    """A process and its pipe in one: its answers, with the seconds after which each comes."""
+
+    daemon = True
+
+    def __init__(self, answers):
+        self.answers, self.killed = list(answers), False
+
+    def poll(self, seconds):
+        return bool(self.answers) and self.answers[0][0] <= seconds
+
+    def recv(self):
+        answer = self.answers.pop(0)[1]
+        if answer is None:
+            raise EOFError
+        return answer
+
+    def start(self):
+        pass
+
+    close = start
+
+    def join(self, seconds):
+        pass
+
+    def is_alive(self):
+        return not self.killed
+
+    def kill(self):
+        self.killed = True
+
+
+@pytest.mark.parametrize(
+    "answers, failed",
+    [
+        ([(1, {"way": "one GPU", "added": {}})] * 3, [None] * 3),
+        ([(300, {"way": "one GPU", "added": {}})] * 3, ["no answer in 240 s"] * 3),
+        ([(1, {"way": "one GPU", "failed": "memory"}), (1, None)],
+         ["memory", "its process has died", "its process has died"]),
+    ],
+    ids=["all", "late", "dead"],
+)  # fmt: skip
+def test_a_late_answer_does_not_pass_for_the_next_models(monkeypatch, answers, failed):
+    process = Pretended(answers)
+
+    class Context:
+        Pipe = staticmethod(lambda: (process, Pretended([])))
+        Process = staticmethod(lambda **given: process)
+
+    monkeypatch.setattr(benchmark.mp, "get_context", lambda kind: Context)
+    models = [("tiny", 4), ("tiny", 6), ("tiny", 8)]
+    found = benchmark.rows_of("one GPU", ["cpu"], models, 1, 0)
+    assert [row.get("failed") for row in found] == failed and process.killed
+    assert not any("is_over" in row for row in found)
+
+
 def rows(estimate, measured, mine=100, theirs=90, taken=0):
     def device(size):
         return {"allocated": size * MB, "reserved": size * MB, "taken": (size + taken) * MB}

@@ -101,6 +101,7 @@ def test_a_silent_step_moves_nothing():
         (["--devices", "0,cpu"], "--devices: two or more are needed, all GPUs or all cpu"),
         (["--devices", "a,b"], "--devices: 'a' is neither the number of a GPU nor cpu"),
         (["--rounds", "0"], "--rounds is 0: it must be at least 1"),
+        (["--ddp", "eager,fast"], "--ddp: 'fast' is not one of eager, default, reduce-overhead,"),
     ],
 )
 def test_step_refuses(capsys, options, words):
@@ -132,3 +133,16 @@ def test_step_defaults_by_devices():
     backward = script.parse(["--part", "backward"])
     assert "DDP" not in script.entries_of(backward.cases[0], backward)
     assert two.ahead == 64 and not two.alone
+
+
+def test_rivals_that_are_not_there_end_the_program():
+    few = script.parse(["--only", "DDP;one GPU"])
+    assert list(script.entries_of(few.cases[0], few)) == ["one GPU", "DDP"]
+    typo = script.parse(["--only", "DDP;fastdp eagre"])
+    with pytest.raises(SystemExit, match="--only: 'fastdp eagre' is not one of one GPU; torch DP;"):
+        script.entries_of(typo.cases[0], typo)
+    scaled = script.parse(["--only", "fastdp graph, one GPU", "--scaling", "weak"])
+    assert [list(script.entries_of(case, scaled)) for case in scaled.cases[:2]] == [
+        [],
+        ["fastdp graph, one GPU"],
+    ]

@@ -143,6 +143,24 @@ def test_comm_bars():
     ]
 
 
+@pytest.mark.parametrize(
+    "script, options, words",
+    [
+        ("phases", ["--devices", "cpu"], "--devices: two or more are needed, all GPUs or all cpu"),
+        ("phases", ["--devices", "x,0"], "--devices: 'x' is neither the number of a GPU nor cpu"),
+        ("phases", ["--models", "resnet9"], "argument --models: 'resnet9' is none of mlp,"),
+        ("compiled", ["--devices", "0,cpu"], "--devices: all GPUs or all cpu"),
+        ("input", ["--engine", "fast"], "argument --engine: invalid choice: 'fast'"),
+    ],
+    ids=["one", "no device", "model", "mixed", "engine"],
+)
+def test_options_that_cannot_be_are_named(monkeypatch, capsys, script, options, words):
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *options])
+    with pytest.raises(SystemExit):
+        importlib.import_module(script).main()
+    assert words in capsys.readouterr().err
+
+
 def test_memory_is_what_a_rival_added(monkeypatch):
     now = {"allocated": 10, "reserved": 20, "peak": 50, "reserved peak": 55, "free": 900}
 
