@@ -218,6 +218,30 @@ def keeps_replicas_and_empties_them(wrap):
 
 
 @usages
+def replicates_once(wrap):
+    """For evaluation, where weights do not change; in training the graph goes on to be the same."""
+    side = Side(wrap)
+
+    class Static(side.base):
+        def __init__(self, module, device_ids=None):
+            super().__init__(module, device_ids=device_ids)
+            self.replicas = []
+
+        def replicate(self, module, device_ids):
+            if not self.replicas:
+                self.replicas = super().replicate(module, self.device_ids)
+            return self.replicas[: len(device_ids)]
+
+    module = Net().to(side.home)
+    dp = Static(module, side.ids)
+    results = [trained(module, dp, ints(n, 3)) for n in (4, 4, 1)]
+    dp.replicas = []
+    with torch.no_grad():
+        module.first.weight.add_(1)
+        return results, [dp(ints(4, 3, seed=k)) for k in range(3)]
+
+
+@usages
 def runs_a_part_by_hand(wrap):
     side = Side(wrap)
 
