@@ -8,8 +8,9 @@ peaks of fastdp beside one GPU, torch's DataParallel and its DistributedDataPara
 Each way runs in a process of its own (DistributedDataParallel in one for each GPU), one after the
 other, all models in it: what one leaves behind is no other's. The models and their steps are those
 of benchmarks/step.py; batches are per GPU. Peaks are torch's, of allocated and of reserved memory,
-since the model was made; "taken" is what the GPU has less than before the model, by the driver's
-count: with scratch and communicators that torch knows nothing of. MB are 2**20 bytes.
+since the model was made, and fastdp's since it has made its estimate; "taken" is what the GPU has
+less than before the model, by the driver's count: with scratch and communicators that torch knows
+nothing of. MB are 2**20 bytes.
 
 Bars (--check exits with 1 where one does not hold): each estimate is within 10 % of the measured
 peak; on the first GPU fastdp's eager steps take no more than DDP's and one set of buckets.
