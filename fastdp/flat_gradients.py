@@ -48,7 +48,7 @@ def joined(owner: Any, gradients: Sequence[torch.Tensor]) -> List[torch.Tensor]:
     addresses = [gradient.data_ptr() for gradient in gradients]
     try:
         description = _C.describe(tuple(gradients))
-    except Exception:  # a dtype that the core does not move, a gradient that has one itself
+    except Exception:  # what the core does not read, such as lazily conjugated ones
         return [gradient.detach() for gradient in gradients if gradient.numel()]
     found = _found.get(owner)
     if found is None or found.addresses != addresses or found.description != description:

@@ -202,7 +202,11 @@ class _Gradients:
 
     def scale(self, factor: torch.Tensor) -> None:
         for dtype, group in _by_dtype(self._flats).items():
-            torch._foreach_mul_(group, factor.to(dtype.to_real()))
+            plain = [tensor for tensor in group if not _is_lazy(tensor)]
+            if plain:
+                torch._foreach_mul_(plain, factor.to(dtype.to_real()))
+            for tensor in filter(_is_lazy, group):
+                tensor.mul_(factor)
         for gradient in self._sparse:
             if gradient.layout == torch.sparse_coo:
                 gradient._values().mul_(factor)  # coalesced or not
@@ -217,6 +221,11 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> Dict[torch.dtype, List[torch.T
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
     return groups
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a conjugation or negation stands out, which nothing writes through in a list."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """BEHAVIOUR A: the weights of recurrent nets that cuDNN wants in one chunk of memory."""
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -192,3 +193,29 @@ def test_a_parametrized_weight_is_not_asked_for():
 def test_modules_without_rnns_cost_nothing():
     weights = RnnWeights(nn.Sequential(nn.Linear(2, 2), nn.LSTMCell(2, 2)).modules())
     assert weights.describe() == b"" and weights.find(()) == []
+
+
+@row("A22", why="RNNs of which nothing can be kept together")
+def test_weights_that_are_one_or_gone():
+    rnn = flatten_by_hand(nn.GRU(4, 4, bias=False))
+    known = RnnWeights([rnn])
+    assert len(known.find(tuple(rnn.parameters()))) == 1
+    missing = nn.GRU(4, 4, 2, bias=False)
+    missing.weight_hh_l1 = None
+    assert found(missing) == [] and RnnWeights([missing]).describe() == b"[0, 0, 0]"
+    rnn.weight_hh_l0 = rnn.weight_ih_l0
+    assert found(rnn) == []
+    del rnn
+    gc.collect()
+    assert known.find(()) == [] and known.describe() == b"[]"
+
+
+@row("A22", "E9")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_flat_weights_of_a_scripted_rnn_are_found():
+    module = torch.jit.script(nn.Sequential(nn.LSTM(3, 4)))
+    with torch.no_grad():
+        flatten_by_hand(module[0])
+    [flat] = found(module)
+    assert flat == ((0, 1, 2, 3), (0, 48, 112, 128), 144)

@@ -209,7 +209,7 @@ def test_gradients_of_several_dtypes():
     doubled = [p.grad.double().flatten() for p in dp.parameters()]
     want = torch.linalg.vector_norm(torch.cat(doubled))
     torch.testing.assert_close(dp.grad_norm(), want, rtol=1e-6, atol=0)
-    dp.clip_grad_norm_(want.item() / 2)
+    dp.clip_grad_norm_(want.item() / 2, error_if_nonfinite=True)
     torch.testing.assert_close(dp.grad_norm(), want / 2, rtol=1e-5, atol=0)
 
 
@@ -222,6 +222,34 @@ def test_complex_gradients():
     near(dp.grad_norm(), torch.linalg.vector_norm(torch.cat(parts)), torch.float64)
     dp.clip_grad_norm_(0.25)
     torch.testing.assert_close(dp.grad_norm().item(), 0.25, rtol=1e-4, atol=0)
+
+
+def test_gradients_that_are_lazily_negated():
+    """As autograd may leave them; torch's own functions for lists do not write to such."""
+    dp = wrap(nn.Linear(3, 2).double())
+    for p in dp.parameters():
+        p.grad = torch._neg_view(torch.randn_like(p))
+    before = [p.grad.clone() for p in dp.parameters()]
+    want = theirs(dp.module, 2)
+    near(dp.clip_grad_norm_(want.item() / 2), want, torch.float64)
+    for p, old in zip(dp.parameters(), before):
+        torch.testing.assert_close(p.grad.resolve_neg(), old / 2, rtol=1e-5, atol=0)
+
+
+def test_gradients_that_are_lazily_conjugated():
+    """The core does not read them: each stands alone, and an empty one is left out."""
+    module = nn.Linear(3, 2, dtype=torch.complex128)
+    module.none = nn.Parameter(torch.zeros(0, dtype=torch.complex128))
+    dp = wrap(module)
+    for p in dp.parameters():
+        p.grad = torch.randn_like(p).conj()
+    gradients = [p.grad for p in dp.parameters()]
+    assert [tuple(part.shape) for part in joined(module, gradients)] == [(2, 3), (2,)]
+    before = [gradient.resolve_conj().clone() for gradient in gradients]
+    want = torch.linalg.vector_norm(torch.cat([torch.view_as_real(g).flatten() for g in before]))
+    near(dp.clip_grad_norm_(want.item() / 2), want, torch.float64)
+    for gradient, old in zip(gradients, before):
+        torch.testing.assert_close(gradient.resolve_conj(), old / 2, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("coalesced", [False, True])
@@ -239,6 +267,35 @@ def test_sparse_gradients(coalesced):
     near(dp.clip_grad_norm_(want.item() / 2), want, torch.float32)
     for p, before in zip(dp.parameters(), dense):
         torch.testing.assert_close(p.grad.to_dense().flatten(), before / 2)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_that_have_gradients():
+    """Those of a backward that is to be differentiated again, an empty one among them."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    module.none = nn.Parameter(torch.zeros(0))
+    dp = wrap(module.double())
+    dp(ints(4, 3)).square().sum().backward(create_graph=True)
+    assert module[0].weight.grad.requires_grad
+    want = theirs(module, 2)
+    near(dp.grad_norm(), want.detach(), torch.float64)
+    dp.clip_grad_norm_(want.item() / 2)
+    torch.testing.assert_close(dp.grad_norm(), want.detach() / 2, rtol=1e-5, atol=0)
+    assert dp.nonfinite().count == 0
+    for p in module.parameters():
+        p.grad = None  # a cycle with its parameter
+
+
+def test_gradients_in_rows_of_a_sparse_matrix():
+    """Of a parameter that is one itself: its values are scaled."""
+    table = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, -2.0]]).to_sparse_csr()
+    module = nn.Linear(2, 2)
+    module.table = nn.Parameter(table)
+    dp = wrap(module)
+    module.table.grad = table.detach().clone()
+    near(dp.grad_norm(), torch.tensor(3.0), torch.float32)
+    near(dp.clip_grad_norm_(1.5), torch.tensor(3.0), torch.float32)
+    torch.testing.assert_close(module.table.grad.to_dense(), table.to_dense() / 2)
 
 
 def test_a_gradient_that_a_graph_has_saved_is_not_changed_under_it(storage):
@@ -296,6 +353,28 @@ def test_what_is_not_finite_is_named_and_counted(value, storage):
     assert dp.module[0].weight.grad.isfinite().all() and dp.module[0].weight.grad.ne(0).any()
 
 
+def test_parameters_without_gradients_take_no_others_name():
+    dp = trained(mixed())
+    dp.module[0].weight.grad = dp.module[3].bias.grad = None
+    dp.module[3].weight.grad[0, 0] = math.nan
+    dp.module[5].bias.grad[1] = math.inf
+    assert dp.nonfinite().parameters == {"3.weight": 1, "5.bias": 1}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_unless_asked_what_is_not_finite_is_clipped_as_torchs(value):
+    dp = trained(mixed())
+    twin = copy.deepcopy(dp.module)
+    for own, other in zip(dp.parameters(), twin.parameters()):
+        other.grad = own.grad.clone()
+        own.grad.flatten()[0] = other.grad.flatten()[0] = value
+    got = dp.clip_grad_norm_(1.0)
+    want = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+    torch.testing.assert_close(got, want, equal_nan=True)
+    for own, other in zip(dp.parameters(), twin.parameters()):
+        torch.testing.assert_close(own.grad, other.grad, equal_nan=True)
+
+
 def test_large_numbers_are_finite():
     """Their sum is not."""
     dp = wrap(nn.Linear(8, 8))
@@ -328,6 +407,8 @@ def test_details_are_counted_when_they_are_asked_for():
         (lambda dp: dp.clip_grad_norm_(-1), ValueError, "max_norm is -1: it must be at least 0"),
         (lambda dp: dp.clip_grad_norm_(math.nan), ValueError, "max_norm is nan"),
         (lambda dp: dp.clip_grad_norm_("1"), TypeError, "max_norm is '1': it must be a number"),
+        (lambda dp: dp.clip_grad_norm_(True), TypeError, "max_norm is True: it must be a number"),
+        (lambda dp: dp.grad_norm(True), TypeError, "norm_type is True: it must be a number"),
     ],
 )
 def test_mistakes_are_named(call, error, text):

@@ -283,6 +283,7 @@ BAD_LOSSES = [
     (([one, one.double()],), ValueError, r"losses\[1\] has dtype torch.float64"),
     (([one, one], [1]), ValueError, "weights has 1 entries: it must have 2"),
     (([one], one), TypeError, "weights is a Tensor"),
+    (([one], 3), TypeError, "weights is a int: it must be a list of numbers"),
     (([one], [one]), TypeError, r"weights\[0\] is a Tensor: it must be a number"),
     (([one], ["1"]), TypeError, r"weights\[0\] is a str"),
     (([one], [float("nan")]), ValueError, r"weights\[0\] is nan: it must be finite"),
@@ -312,7 +313,7 @@ def mean_loss(s, x):
     return s.lin(x).mean()
 
 
-UNLIKE = [[2, 2], [1, 1, 2], [2, 4, 2], [1, 1, 2, 2, 2]]  # each mean is of a power of two
+UNLIKE = [[2, 2], [1, 1, 2], [2, 4, 2], [4, 2, 1, 1], [1, 1, 2, 2, 2]]  # each mean is of a power of two
 
 
 @row("C2")
@@ -395,6 +396,22 @@ def test_weights_follow_a_scatter_of_ones_own(fast):
     dp = fast.wrap_as(Own, Apply(lambda s, d: d["x"].sum()), 2, loss_weighting="chunk")
     a, b = x.split([1, 3])
     same(dp(x), torch.stack([a.sum() * 0.5, b.sum() * 1.5]))
+
+    class Numbered(fastdp.DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            rows = [(torch.tensor(7.0), piece) for piece in inputs[0].split([1, 3])]
+            return [[t.to(fast.device(r)) for t in row] for r, row in enumerate(rows)], [{}, {}]
+
+    flat = torch.arange(4.0).double()
+    dp = fast.wrap_as(Numbered, Apply(lambda s, k, x: x.sum()), 2, loss_weighting="chunk")
+    same(dp(flat), torch.stack([flat[:1].sum() * 0.5, flat[1:].sum() * 1.5]))
+
+    class Empty(fastdp.DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            return [(inputs[0][:0].to(fast.device(rank)),) for rank in range(2)], [{}, {}]
+
+    dp = fast.wrap_as(Empty, Apply(lambda s, x: s.lin.bias.sum()), 2, loss_weighting="chunk")
+    same(dp(x), torch.stack([linear().bias.sum()] * 2))
 
     class Opaque(fastdp.DataParallel):
         def scatter(self, inputs, kwargs, device_ids):

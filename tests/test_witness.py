@@ -39,6 +39,21 @@ def test_finite_ones_and_unwatched_ones(fast):
     assert dp.nonfinite().replicas is None
 
 
+def test_it_begins_and_ends_between_steps(fast):
+    """Also where replicas were made before: the next backward counts, not the next wrapper."""
+    dp, found = run(fast, math.nan, 0, watch=False)
+    assert found.replicas is None
+    x = ints(6, 3)
+    x[5] = math.inf
+    dp.watch_replicas()
+    dp(x.to(fast.home)).sum().backward()
+    assert dp.nonfinite().replicas == (2,)
+    dp.watch_replicas(False)
+    dp(x.to(fast.home)).sum().backward()
+    dp.watch_replicas()
+    assert dp.nonfinite().replicas == ()
+
+
 def test_backwards_add_up_until_it_is_asked(fast):
     dp = fast.wrap(Net(), 3)
     dp.watch_replicas()
