@@ -33,7 +33,8 @@ typedef struct measure_case {
 static int run_once(const measure_case *c) {
   const void *sources[FDP_MAX_REPLICAS];
   for (int i = 0; i < c->source_count; i++) sources[i] = c->memory + (i + 1) * c->size_bytes;
-  fdp_sum sum = {c->memory, sources, c->source_count, c->size_bytes * 8 / c->dtype.bits, c->dtype};
+  int64_t count_elems = c->size_bytes * 8 / c->dtype.bits;
+  fdp_sum sum = {c->memory, sources, c->source_count, count_elems, c->dtype, false};
   switch (c->kind) {
     case 1: return fdp_cuda_pack(c->memory, c->segments, c->segment_count, stream);
     case 2: return fdp_cuda_unpack(c->memory, c->segments, c->segment_count, stream);
