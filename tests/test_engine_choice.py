@@ -201,6 +201,41 @@ def test_the_number_of_recordings_can_be_set(means, monkeypatch):
     assert [f["engine"] for f in twins.recorded.report()["forwards"]] == ["eager", "graph"]
 
 
+def test_signatures_are_told_in_the_order_in_which_they_were_met(means):
+    dp = means.wrap(Apply(lambda m, x: m.lin(x)), "auto")
+    for batch in (6, 8, 6, 9, 6, 6, 8):
+        dp(rows(means, batch, batch)).sum().backward()
+    assert [sum(f["steps"].values()) for f in dp.report()["forwards"]] == [4, 2, 1]
+
+
+def test_the_arguments_of_a_step_that_comes_back_are_not_cut_first(means, monkeypatch):
+    """But for one step that is cut, by which uncut arguments are known from then on."""
+    whole, run = [], engines.Recording.run_whole
+    monkeypatch.setattr(
+        engines.Recording, "run_whole", lambda self, *args: whole.append(1) or run(self, *args)
+    )
+    twins = Twins(means, Apply(lambda m, x: m.lin(x)), lr=1e-6)
+    for batch in (6, 8, 9):
+        for seed in range(AHEAD + 3):
+            twins.step(rows(means, seed, batch))
+        assert len(whole) == 2
+        whole.clear()
+
+
+def test_few_uncut_arguments_are_known(means, monkeypatch):
+    """All of these have one signature once they are cut."""
+    monkeypatch.setattr(engines, "_MAX_SIGNATURES", 2)
+    dp = means.wrap(Apply(lambda m, x: m.lin(x)))
+    for seed in range(AHEAD + 1):
+        dp(rows(means, seed)).sum().backward()
+    engine, known = dp._fastdp_get_runtime()._engine, []
+    for width in range(3, 9):
+        batch = torch.zeros(6, width, dtype=torch.float64, device=means.home)[:, :3]
+        dp(batch).sum().backward()
+        known.append(len(engine._whole))
+    assert known == [1, 2, 1, 2, 1, 2] and steps(dp)["graph"] == 7
+
+
 def test_a_dropped_recording_gives_its_memory_back(means, monkeypatch):
     monkeypatch.setattr(engines, "MAX_RECORDINGS", 1)
     dp = means.wrap(Apply(lambda m, x: m.lin(x)))

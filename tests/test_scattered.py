@@ -20,7 +20,7 @@ def test_it_measures_as_the_tensor_does():
         cut = scattered(whole, sizes, dim)
         assert len(cut) == len(whole) == 5
         assert cut.size() == cut.shape == whole.shape
-        assert [cut.size(d) for d in (0, 1, -1)] == [whole.size(d) for d in (0, 1, -1)]
+        assert [cut.size(d) for d in range(-3, 3)] == [whole.size(d) for d in range(-3, 3)]
         assert cut.dim() == 3 and cut.dtype == whole.dtype
         assert cut.sizes == tuple(sizes) and cut.cut_dim == dim % 3
         same(cut.gathered(), whole)
@@ -54,6 +54,7 @@ def test_gathered_is_new_memory_and_carries_gradients():
         ([torch.tensor(1.0)], 0, ValueError, r"dim is 0: slices\[0\] has 0 dimensions"),
         ([torch.ones(3, 2), torch.ones(3, 1)], 0, ValueError, r"slices\[1\] has shape \(3, 1\)"),
         ([torch.ones(3, 2), torch.ones(3)], 0, ValueError, r"slices\[1\] has shape \(3,\)"),
+        ([torch.ones(2, 3), torch.ones(2)], 1, ValueError, r"slices\[1\] has shape \(2,\)"),
         ([torch.ones(2), torch.ones(2).long()], 0, ValueError, r"slices\[1\] .* torch.int64"),
     ],
 )
