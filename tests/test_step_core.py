@@ -78,3 +78,38 @@ def test_a_core_verb_that_fails_fails_the_step(core, fast, verb, nth_call):
     out.sum().backward()
     want.sum().backward()
     same(grads(module), grads(plain))
+
+
+# Which tensors share a bucket.
+
+
+def plan_of(dp, n):
+    return dp._fastdp_get_runtime().replicator.plan_for(n, True)
+
+
+def test_buckets_are_filled_to_their_limit_and_no_further(fast):
+    """One dtype and one requires_grad each; with buffers first, then by their first tensors."""
+    module = nn.Module()
+    for name, length in (("a", 4), ("b", 4), ("c", 1), ("d", 20), ("e", 1), ("frozen", 2)):
+        parameter = nn.Parameter(torch.zeros(length).double(), name != "frozen")
+        module.register_parameter(name, parameter)
+    module.single = nn.Parameter(torch.zeros(3))
+    module.register_buffer("buffer", torch.zeros(5).double())
+    module.register_buffer("last", torch.zeros(9).double())
+    buckets = plan_of(fast.wrap(module, 2, bucket_bytes=64), 2).buckets
+    # The numbers are of a, b, c, d, e, frozen, single, buffer, last.
+    places = [sorted(bucket.places) for bucket in buckets]
+    assert places == [[5, 7], [8], [0, 1], [2], [3], [4], [6]]
+    kinds = [dict(zip(bucket.places, bucket.parameters)) for bucket in buckets]
+    assert {place: is_parameter for kind in kinds for place, is_parameter in kind.items()} == {
+        place: place < 7 for place in range(9)
+    }
+    assert [bucket.number for bucket in buckets] == list(range(7))
+
+
+def test_alike_tensors_are_side_by_side(fast):
+    module = nn.Module()
+    for name, shape in (("a", (2, 3)), ("b", (4,)), ("c", (5, 3)), ("d", (2,))):
+        module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+    [bucket] = plan_of(fast.wrap(module, 2), 2).buckets
+    assert bucket.places == (1, 3, 0, 2)
