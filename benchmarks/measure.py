@@ -17,6 +17,7 @@ import gc
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -267,10 +268,14 @@ def bar_lines(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def _variables() -> str:
-    """Those of the environment that a command needs to be the same."""
+def _command() -> str:
+    """This one, with what of the environment it needs to be the same; how it shows its figures, and
+    what then becomes of bars, does not matter."""
     name = "FASTDP_BENCHMARK_DEVICES"
-    return f"{name}={os.environ[name]} " if name in os.environ else ""
+    devices = f"{name}={os.environ[name]} " if name in os.environ else ""
+    given = [word for word in sys.argv[1:] if word not in ("--json", "--check")]
+    script = f"benchmarks/{os.path.basename(sys.argv[0])}"
+    return devices + shlex.join(["python", script, *given])
 
 
 def as_json(
@@ -283,7 +288,7 @@ def as_json(
     return json.dumps(
         {
             "benchmark": os.path.splitext(os.path.basename(sys.argv[0]))[0],
-            "command": f"{_variables()}python benchmarks/{os.path.basename(sys.argv[0])}",
+            "command": _command(),
             "machine": found,
             "devices": list(devices),
             "repeats": repeats,

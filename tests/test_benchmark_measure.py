@@ -56,6 +56,7 @@ def test_grad_health_measures_beside_torch():
     done = run("grad_health.py", "--repeats", "2", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
+    assert found["command"].endswith("python benchmarks/grad_health.py --repeats 2")
     ways = {}
     for result in found["results"]:
         ways.setdefault(result["cost"], []).append(result["way"])
