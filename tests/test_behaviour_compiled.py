@@ -177,6 +177,7 @@ def test_the_marks_of_a_replica_that_made_itself(fast):
             assert own._is_replica and own._former_parameters is own._parameters
 
 
+@row("A10", why="fresh replicas: the tree they are walked by")
 def test_a_walked_tree_knows_its_modules_and_holds_none():
     module = nn.Sequential(Own(3, 2), nn.Linear(2, 2))
     tree = WalkedTree(tuple(module.modules()))
