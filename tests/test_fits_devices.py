@@ -1,0 +1,181 @@
+"""dp.fits of several devices, which are pretended: who is acted out, in which order, and what is
+added up; and models whose replicas are not simply copies."""
+
+import types
+
+import pytest
+import torch
+from nets import linear
+from test_fits import REPLICAS, Named, Ones, leaves, step_bytes
+from torch import nn
+
+import fastdp
+from fastdp import fits
+
+GPUS = [torch.device("cuda", index) for index in range(4)]
+
+
+@pytest.fixture
+def acted(monkeypatch):
+    """fit(ids, rows, ...) of a wrapper whose replicas are taken to lie on those GPUs; with what was
+    acted out. Each replica takes 100 bytes for a row, and gives 10."""
+    places = []
+
+    def rehearse(step, place):
+        rows = [len(part.row[0]) for part in place.parts]
+        places.append((place.device, [part.rank for part in place.parts], rows))
+        places[-1] += (place.outputs_bytes,)
+        return fits.Taken(100 * sum(rows), 10 * sum(rows))
+
+    def run(ids, rows, output_device=0, **options):
+        places.clear()
+        devices = tuple(GPUS[k] for k in ids)
+        dp = fastdp.DataParallel(linear(), ["cpu"] * len(ids), **options)
+        output = GPUS[output_device] if output_device is not None else torch.device("cpu")
+        monkeypatch.setattr(fits, "parse_devices", lambda ids, name: devices)
+        monkeypatch.setattr(fits, "parse_device", lambda device, name: output)
+        x = torch.ones(rows, 3).double()
+        taken = fits._taken(dp, (x,), {}, True, None)
+        return taken, list(places)
+
+    monkeypatch.setattr(fits, "rehearse", rehearse)
+    return run
+
+
+def test_the_device_that_joins_comes_last(acted):
+    taken, places = acted([0, 1], 5)
+    assert places == [(GPUS[1], [1], [2], None), (GPUS[0], [0], [3], 20)]
+    assert taken == {GPUS[0]: 300, GPUS[1]: 200}
+    taken, places = acted([0, 1], 5, output_device=1)
+    assert places == [(GPUS[0], [0], [3], None), (GPUS[1], [1], [2], 30)]
+    taken, places = acted([0, 1], 4, output_device=None)
+    assert [place[3] for place in places] == [None, None]
+    assert taken == {GPUS[0]: 200, GPUS[1]: 200, torch.device("cpu"): 40}
+    taken, places = acted([0, 1], 4, output_device=None, gather_outputs=False)
+    assert taken == {GPUS[0]: 200, GPUS[1]: 200}
+
+
+def test_alike_replicas_are_acted_out_once(acted):
+    taken, places = acted([0, 1, 2, 3], 11)  # 3, 3, 3 and 2 rows
+    assert [place[:3] for place in places] == [
+        (GPUS[1], [1], [3]),
+        (GPUS[3], [3], [2]),
+        (GPUS[0], [0], [3]),
+    ]
+    assert places[-1][3] == 30 + 30 + 20
+    assert taken == {GPUS[0]: 300, GPUS[1]: 300, GPUS[2]: 300, GPUS[3]: 200}
+
+
+def test_replicas_of_one_device_are_acted_out_together(acted):
+    taken, places = acted([0, 1, 0, 1], 8)
+    assert [place[:3] for place in places] == [
+        (GPUS[1], [1, 3], [2, 2]),
+        (GPUS[0], [0, 2], [2, 2]),
+    ]
+    assert taken == {GPUS[0]: 400, GPUS[1]: 400}
+
+
+def test_replicas_without_work_take_nothing(acted):
+    taken, places = acted([0, 1, 2], 2)
+    assert taken == {GPUS[0]: 100, GPUS[1]: 100} and len(places) == 2
+
+
+def test_what_a_recording_keeps_is_each_replicas(acted):
+    eager, _ = acted([0, 1, 1], 6)
+    recorded, _ = acted([0, 1, 1], 6, engine="graph")
+    packed = [recorded[device] - eager[device] for device in GPUS[:2]]
+    assert packed[1] == 2 * packed[0] > 2 * (6 + 2) * 8 - 1
+
+
+def test_scratch_between_several_gpus(monkeypatch):
+    dp = fastdp.DataParallel(
+        nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5))), ["cpu"] * 2,
+        bucket_bytes=64 * 64 * 4,
+    )  # fmt: skip
+    assert fits._scratch(dp) == {}  # nothing is known yet, nor are there several
+    dp.fits(torch.ones(4, 64))
+    assert fits._scratch(dp) == {}
+    monkeypatch.setattr(fits, "devices_of", lambda wrapper: GPUS[:2])
+    # Five buckets of a size have three buffers between them.
+    assert fits._scratch(dp) == {device: 3 * 64 * 64 * 4 for device in GPUS[:2]}
+    monkeypatch.setattr(fits, "_POOL_DEEP_BYTES", 1000)
+    assert fits._scratch(dp) == {device: 64 * 64 * 4 for device in GPUS[:2]}
+
+
+@pytest.mark.parametrize(
+    "size_bytes, rounded",
+    [(1, 512), (512, 512), (513, 640), (640, 640), (1024, 1024), (2**20 + 1, 5 * 2**18)],
+    ids=str,
+)
+def test_sizes_of_scratch_are_the_cores(size_bytes, rounded):
+    assert fits._class_bytes(size_bytes) == rounded
+
+
+# Models whose replicas are not simply copies.
+
+
+def patched():
+    """Its forward is a bound method that somebody put there, as libraries for adapters do."""
+    net = Named()
+    inner = net.first.forward
+    net.first.forward = lambda x: inner(x) * 1.0
+    net.forward = types.MethodType(lambda self, x: self.second(self.first(x).tanh()), net)
+    return net
+
+
+def closed_over():
+    net = Named()
+    apart = nn.Linear(100, 200)
+    net.forward = types.MethodType(lambda self, x: self.second(self.first(x)) + apart(x), net)
+    net.hidden = [apart]  # not registered: no replica has one
+    return net
+
+
+def normed():
+    net = Named()
+    nn.utils.parametrizations.weight_norm(net.first)
+    return net
+
+
+def stateful():
+    class Last(nn.LSTM):
+        def forward(self, x):
+            return super().forward(x.unsqueeze(1))[0]
+
+    return Last(100, 20, 2)
+
+
+def compiled():
+    net = Named()
+    net.compile(backend="eager")
+    return net
+
+
+def nested():
+    return nn.Sequential(fastdp.DataParallel(nn.Linear(100, 30), ["cpu", "cpu"]), nn.ReLU())
+
+
+def scripted():
+    return torch.jit.script(nn.Sequential(nn.Linear(100, 30), nn.Tanh()))
+
+
+ODD = [patched, closed_over, normed, stateful, compiled, nested, scripted]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("ids", REPLICAS[:3])
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+def test_odd_models_are_estimated_and_left_alone(make, ids):
+    net = make()
+    dp, x = fastdp.DataParallel(net, ids, sequential=True), torch.randn(32, 100)
+    tensors = list(dp.parameters())
+    for apart in getattr(net, "hidden", ()):
+        tensors += apart.parameters()
+    values = [tensor.detach().clone() for tensor in tensors]
+    fit = dp.fits(x)
+    assert fit and step_bytes(fit) > x.nbytes // 2
+    assert all(tensor.grad is None for tensor in tensors)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, values, strict=True))
+    assert all(type(tensor) is nn.Parameter for tensor in tensors)
+    Ones.apply(*leaves(dp(x))).backward()
+    assert all(torch.is_tensor(p.grad) and p.grad.isfinite().all() for p in dp.parameters())
