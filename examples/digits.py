@@ -18,7 +18,6 @@ import argparse
 import sys
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
@@ -81,6 +80,10 @@ def choose_devices() -> list:
 
 def load_images(device):
     """(training images, training labels, test images, test labels), images as (n, 1, 8, 8)."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise SystemExit("The digits come with scikit-learn: pip install scikit-learn") from None
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
     labels = torch.tensor(digits.target, device=device)
