@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 def start(task, *arguments, **environment):
