@@ -109,6 +109,157 @@ def test_a_graph_is_moved_with_its_constants():
     torch.testing.assert_close(graph(torch.zeros(2)), torch.tensor([1.0, 2.0]))
 
 
+def test_a_graph_is_moved_with_all_that_it_names_and_holds():
+    class Holding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.below = nn.Linear(2, 2)
+            self.register_buffer("shift", torch.ones(2))
+            self.register_buffer("none", None)
+            self.register_buffer("elsewhere", torch.ones(2, device=META))
+
+        def forward(self, x):
+            x = x.to(device="cpu").to(device=torch.device("cpu")).to(dtype=torch.float32)
+            return self.below(x * self.weight + self.shift)
+
+    graph = torch.fx.symbolic_trace(Holding())
+    graph.none = None
+    graph.plain, graph.name = torch.ones(2), "cpu"
+    moved = relocation.graph_on(graph, CPU, META)
+    assert moved is graph and graph.plain.device == META and graph.name == "cpu"
+    assert {t.device for t in (*moved.parameters(), *moved.buffers())} == {META}
+    assert "'cpu'" not in moved.code and "type='cpu'" not in moved.code
+    assert moved(torch.ones(3, 2, device=META)).device == META
+
+
+@pytest.mark.parametrize(
+    "inputs, where, want",
+    [
+        ([], None, CPU),
+        ([3, "x", torch.ones(1)], None, CPU),
+        ([torch.ones(1), 3, torch.ones(1, device=META)], None, META),
+        ([torch.ones(1)], META, META),
+        ([torch.ones(1, device=META)], CPU, META),
+    ],
+    ids=["nothing", "host", "mixed", "of the call", "of the inputs"],
+)
+def test_where_a_graph_runs(inputs, where, want):
+    call = None if where is None else types.SimpleNamespace(device=where)
+    assert relocation.device_of(inputs, call) == want
+
+
+HOME, OTHER = torch.device("cuda", 0), torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(
+    "change, alike",
+    [({}, True), ({"name": "B"}, False), ({"multi_processor_count": 4}, False),
+     ({"major": 8}, False), ({"minor": 6}, False), ({"total_memory": 1}, True)],
+    ids=["same", "name", "processors", "major", "minor", "memory"],
+)
+def test_gpus_that_are_alike(monkeypatch, change, alike):
+    one = {"name": "A", "major": 9, "minor": 0, "multi_processor_count": 8, "total_memory": 2}
+    properties = {HOME: one, OTHER: {**one, **change}}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda d: types.SimpleNamespace(**properties[d])
+    )
+    assert relocation.are_alike(HOME, OTHER) is alike
+
+
+class Constant:
+    def __init__(self, device):
+        self.device = device
+
+    def to(self, device):
+        return Constant(device)
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """(source, constants) of what was loaded for another GPU; its calls tell whose they are."""
+    found = []
+
+    def load(source, constants):
+        found.append((source, constants))
+        return types.SimpleNamespace(call=lambda given: "the other's")
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(relocation, "are_alike", lambda one, other: True)
+    monkeypatch.setattr(relocation._compiler_compat, "share_kernels", lambda index: None)
+    monkeypatch.setattr(relocation._compiler_compat, "loaded", load)
+    monkeypatch.setattr(
+        relocation._compiler_compat,
+        "aligned",
+        lambda call, checked, mutated: lambda given: (call(given), checked, mutated),
+    )
+    return found
+
+
+def made(**changes):
+    """What Inductor gives, as far as it is looked at."""
+    known = {
+        "current_callable": lambda given: "home's",
+        "source_code": "torch.cuda.set_device(0)",
+        "constants": {"there": Constant(HOME), "here": Constant(CPU), "number": 3},
+        "inputs_to_check": (1,),
+        "mutated_input_idxs": (2,),
+        "device_idxs": {0},
+        "is_blind": False,  # of this test: all its inputs lie on the host
+    }
+    return types.SimpleNamespace(**{**known, **changes})
+
+
+def shared_of(*parts):
+    shared = relocation.Shared(HOME)
+    for part in parts:
+        shared.note(lambda graph, inputs, part=part: part, None, [])
+        shared._parts[-1]._is_blind = part.is_blind
+    return shared
+
+
+def test_code_for_another_gpu_has_its_number_and_constants(loaded, monkeypatch):
+    part = made()
+    shared = shared_of(part)
+    assert part.current_callable is shared._parts[0]
+    assert shared.extend(OTHER) and shared.reason == ""
+    [(source, constants)] = loaded
+    assert source == "torch.cuda.set_device(3)" and constants["number"] == 3
+    assert [constants[name].device for name in ("there", "here")] == [OTHER, CPU]
+    for device, want in ((HOME, "home's"), (OTHER, ("the other's", [1], (2,)))):
+        monkeypatch.setattr(relocation, "device_of", lambda inputs, device=device: device)
+        assert part.current_callable([]) == want
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"source_code": ""}, "its code is not Python that runs on one GPU"),
+        ({"current_callable": None}, "its code is not Python that runs on one GPU"),
+        ({"device_idxs": {0, 1}}, "its code is not Python that runs on one GPU"),
+        ({"source_code": "set_device(1)"}, "its code speaks of GPU 1, too"),
+        ({"is_blind": True}, "a part of it has no input on the GPU"),
+        (None, "it came from a cache of another compiler's"),
+    ],
+    ids=["no source", "no call", "two GPUs", "another GPU", "blind", "no part"],
+)
+def test_what_cannot_be_written_for_another_gpu_says_why(loaded, caplog, changes, words):
+    """And nothing of it is: no part serves a device that another does not."""
+    shared = shared_of() if changes is None else shared_of(made(), made(**changes))
+    with caplog.at_level("INFO", logger="fastdp"):
+        assert not shared.extend(OTHER)
+    text = f"what is for cuda:0 was compiled again for cuda:3: ValueError: {words}"
+    assert shared.reason == text and caplog.messages == [f"compile: {text}"]
+    assert all(OTHER not in part.calls for part in shared._parts)
+
+
+def test_gpus_of_different_kinds_share_nothing(loaded, monkeypatch):
+    monkeypatch.setattr(relocation, "are_alike", lambda one, other: False)
+    shared = shared_of(made())
+    assert not shared.extend(OTHER) and "they are GPUs of different kinds" in shared.reason
+    assert loaded == []
+
+
 # As Inductor of torch 2.11 writes it, shortened.
 GENERATED = """
 triton_poi_fused_0 = async_compile.triton('triton_poi_fused_0', '''

@@ -117,6 +117,19 @@ def test_what_it_left(monkeypatch):
     assert gone() is None and not any(key is None for key in validations._left)
 
 
+@pytest.mark.parametrize("allocated, left", [(1000, 300), (None, 500)], ids=["known", "unknown"])
+def test_what_recordings_it_left(monkeypatch, allocated, left):
+    """Their memory is the whole of their pools, of which torch counts a part as allocated: that is
+    not counted twice, and not taken off where torch counts nothing."""
+    dp = fastdp.DataParallel(linear(), ["cpu", "cpu"])
+    graphs, figures = {}, {**memory.usage(CPU), "allocated": allocated}
+    monkeypatch.setattr(validations, "usage", lambda device: figures)
+    monkeypatch.setattr(validations, "make_graphs", lambda wrapper: graphs)
+    with fastdp.validation(dp) as context:
+        graphs[CPU] = (500, 200)
+    assert context.left_bytes == {"cpu": left}
+
+
 def evaluated(dp, x, times=6):
     dp.eval()
     with torch.no_grad():

@@ -113,6 +113,18 @@ def test_the_last_word_of_a_thread_that_then_ends_is_heard(monkeypatch, error):
     assert job.error is error
 
 
+def test_a_thread_that_is_dismissed_ends_without_a_word(monkeypatch):
+    said = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    team = workers.Team()
+    team.grow(2)
+    threads = list(team._threads)
+    team.dismiss()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in threads) and said == []
+
+
 def test_a_thread_that_is_dismissed_ends(failing, team):
     failing.failed = 1
     team.grow(2)
