@@ -173,6 +173,8 @@ class Snapshot:
         return self.deadline.around(self._ordered(home), streams, "a node of a backward")
 
     def _ordered(self, home: torch.device) -> ContextManager[Any]:
+        if not self.streams:
+            return _NOTHING
         others = [stream for stream in self.streams if stream.device != home]
         if not others:
             return _NOTHING
@@ -204,7 +206,8 @@ class Communication:
         self._arrived: List[List[torch.cuda.Event]] = [[] for _ in self.devices]
         self._used: Dict[Any, torch.cuda.Stream] = {}
         self._retiring: List[Tuple[Any, Any]] = []
-        self._lock = threading.Lock()  # guards _used and _retiring
+        self._spare: Dict[torch.device, List[torch.cuda.Event]] = {}  # whose waits are enqueued
+        self._lock = threading.Lock()  # guards _used, _retiring and _spare
 
     def open(self) -> None:
         """At the first use: makes the streams."""
@@ -215,14 +218,17 @@ class Communication:
             self._streams = [torch.cuda.Stream(device, priority=-1) for device in self.devices]
         self._is_open = True
 
-    def begin(self) -> Optional[Snapshot]:
+    def compute(self) -> Optional[Snapshot]:
+        """The forward's compute streams: asked before the communication streams are current."""
+        return Snapshot(self.devices) if len(self.devices) > 1 else None
+
+    def begin(self, compute: Optional[Snapshot] = None) -> Optional[Snapshot]:
         """Before a forward's broadcasts, after their flat buffers were taken: the communication
         streams wait for all compute that was enqueued so far, which may still write the parameters
-        or read what the buffers' memory held before. Gives the forward's compute streams."""
-        if len(self.devices) < 2:
-            return None
-        compute = Snapshot(self.devices)
-        if not self.apart:
+        or read what the buffers' memory held before. Gives the forward's compute streams, by
+        default those that are current now."""
+        compute = compute or self.compute()
+        if compute is None or not self.apart:
             return compute
         with self._lock:
             for stream in compute.streams:
@@ -285,22 +291,32 @@ class Communication:
         for stream, compute in zip(streams, snapshot.streams):
             wait_for(stream, compute)
             if stream is not node:
-                wait_for(stream, current_stream(stream.device))
+                here = current_stream(stream.device)
+                if here != compute:
+                    wait_for(stream, here)
                 wait_for(stream, node)
         with _Lent(streams) if spreads else current(streams):
             yield
-        for stream in streams:
-            if stream is not node:
-                wait_for(node, stream)
-        self._retire(snapshot, streams, gradients)
+        self._retire(snapshot, node, streams, gradients)
 
-    def _retire(self, snapshot: Snapshot, streams: Any, gradients: Any) -> None:
-        """Holds the gradients of a few buckets; then their compute streams wait for the reads, long
-        over by then, and the memory may go back."""
+    def _event(self, device: torch.device) -> torch.cuda.Event:
+        with self._lock:
+            spare = self._spare.get(device)
+            if spare:
+                return spare.pop()
+        return torch.cuda.Event()
+
+    def _retire(
+        self, snapshot: Snapshot, node: torch.cuda.Stream, streams: Any, gradients: Any
+    ) -> None:
+        """The node's stream waits for the others. Holds the gradients of a few buckets; then their
+        compute streams wait for the reads, long over by then, and the memory may go back."""
         reads = []
         for stream, compute in zip(streams, snapshot.streams):
-            event = torch.cuda.Event()
+            event = self._event(stream.device)
             event.record(stream)
+            if stream is not node:
+                node.wait_event(event)
             reads.append((compute, event))
         held = gradients
         if torch.is_grad_enabled():  # else they have no graph that they could keep
@@ -317,6 +333,10 @@ class Communication:
         for reads, _ in over:
             for compute, event in reads:
                 compute.wait_event(event)
+        with self._lock:
+            for reads, _ in over:
+                for compute, event in reads:
+                    self._spare.setdefault(compute.device, []).append(event)
 
 
 _held: List[Tuple[List[torch.cuda.Event], torch.Tensor]] = []

@@ -257,9 +257,29 @@ def test_beside_compute(cuda):
     cuda.current[GPUS[0]] = communication._streams[0]  # the engine's, for the node
     with communication.in_backward(compute, (None,)):
         assert cuda.names() == ["s0", "s1"]
-        expected = ["s0 waits for c0", "s1 waits for c1", "s1 waits for c1", "s1 waits for s0"]
-        assert cuda.taken() == expected
+        assert cuda.taken() == ["s0 waits for c0", "s1 waits for c1", "s1 waits for s0"]
     assert cuda.names() == ["s0", "c1"] and cuda.taken() == ["s0 waits for s1"]
+    engines = cuda.current[GPUS[1]] = Stream("e1", GPUS[1], cuda.log)  # not that of the forward
+    with communication.in_backward(compute, (None,)):
+        expected = ["s0 waits for c0", "s1 waits for c1", "s1 waits for e1", "s1 waits for s0"]
+        assert cuda.taken() == expected
+    assert cuda.current[GPUS[1]] is engines and cuda.taken() == ["s0 waits for s1"]
+
+
+def test_events_of_reads_come_back(cuda):
+    communication = streams.Communication(GPUS[:2])
+    communication.open()
+    compute = communication.begin()
+    cuda.current[GPUS[0]] = communication._streams[0]
+    counts = []
+    for _ in range(8):
+        with torch.no_grad(), communication.in_backward(compute, (None,)):
+            pass
+        counts.append(len(cuda.made))
+        held = [event for reads, _ in communication._retiring for _, event in reads]
+        spare = [event for events in communication._spare.values() for event in events]
+        assert not {*map(id, held)} & {*map(id, spare)} and len(held) <= 6
+    assert counts[3:] == counts[3:4] * 5
 
 
 def test_gradients_are_held_until_their_streams_were_told_to_wait(cuda):
