@@ -182,7 +182,8 @@ static PyObject *bucket_broadcast(PyObject *object, PyObject *const *arguments, 
   if (fdp_py_expect_count("Bucket.broadcast", count, 2) < 0) return NULL;
   fdp_py_borrower_open(&borrower, state);
   if ((context = fdp_py_context(state)) == NULL) goto done;
-  if (fdp_py_borrow_tuple(&borrower, arguments[0], FDP_PY_READ, "sources", false, &sources) < 0)
+  if (fdp_py_borrow_tuple(&borrower, arguments[0], FDP_PY_READ | FDP_PY_CHECK_BITS, "sources",
+                          false, &sources) < 0)
     goto done;
   if (sources.count != fdp_bucket_count(plan)) {
     PyErr_Format(PyExc_ValueError, "sources: %d tensors, must be %d as the bucket has slots",
@@ -237,7 +238,8 @@ static int gradients_borrow_rank(fdp_py_borrower *borrower, PyObject *gradients,
 
     table->items[first + (size_t)slot] = NULL;
     if (gradient == Py_None) continue;
-    if (fdp_py_borrow(borrower, gradient, FDP_PY_READ, &argument, view) < 0) return -1;
+    if (fdp_py_borrow(borrower, gradient, FDP_PY_READ | FDP_PY_CHECK_BITS, &argument, view) < 0)
+      return -1;
     table->items[first + (size_t)slot] = view;
     if (device_of == NULL) {
       device_of = view;

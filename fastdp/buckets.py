@@ -53,6 +53,10 @@ class Bucket:
         self.keeps_none = unused_grad == "none"
         self.core = _C.Bucket(tuple(tensors), flat.offsets if flat else None, transport)
         self.count = len(self.places)
+        self._are_parameters = all(self.parameters)
+        self._looks_first = False
+        # The exchange table's tensors are the host's: torch's allocator knows nothing of them.
+        self._makes_views = self.device.type == "cpu"
         self.length = max(self.core.size_elems, flat.length if flat else 0)
 
     def _flat(self, device: torch.device) -> torch.Tensor:
@@ -67,7 +71,7 @@ class Bucket:
     def slots(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """Each slot as a tensor with a version counter of its own and no view relation: an in-place
         change of one must not invalidate the graphs of the others."""
-        slots = self.core.views(flat)
+        slots = self.core.views(flat) if self._makes_views else None
         return self.core.split(flat) if slots is None else slots
 
     def with_zeros(self, tensors: Sequence[Optional[torch.Tensor]]) -> Sequence[torch.Tensor]:
@@ -89,9 +93,8 @@ class Bucket:
         tensors themselves, parameters and differentiable ones under new names."""
         if flats:
             tensors = tuple(tensors)
-            plain = _are_plain(tensors, self.dtype)
-            sources = tensors if plain else tuple(map(resolved, tensors))
-            self._move(self.core.broadcast, sources, flats)
+            if not self._moves(self.core.broadcast, tensors, flats, tensors):
+                self._move(self.core.broadcast, tuple(map(resolved, tensors)), flats)
             if self.length > self.core.size_elems:
                 for flat in flats:
                     flat[self.core.size_elems :].zero_()
@@ -113,9 +116,30 @@ class Bucket:
                     torch.cuda.empty_cache()
             move(sources, targets)
 
+    def _moves(
+        self,
+        move: Callable[[Any, Any], None],
+        sources: Any,
+        targets: Any,
+        tensors: Sequence[Optional[torch.Tensor]],
+    ) -> bool:
+        """`_move`; False, with nothing moved, where not all of the tensors are plain. The core
+        finds out as it reads them, and refuses: they are looked at first only if that came before,
+        since a refusal is slow."""
+        if self._looks_first and not _are_plain(tensors, self.dtype):
+            return False
+        try:
+            self._move(move, sources, targets)
+        except (TypeError, ValueError):
+            if _are_plain(tensors, self.dtype):
+                raise
+            self._looks_first = True
+            return False
+        return True
+
     def named_home(self, tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
         """The tensors as replica 0's: the same memory, parameters under new names."""
-        if all(self.parameters):
+        if self._are_parameters:
             as_parameter = _torch_compat.as_parameter
             return list(_C.aliases(tuple(tensors), torch.nn.Parameter, as_parameter))
         return [self._named(k, tensor) for k, tensor in enumerate(tensors)]
@@ -142,9 +166,12 @@ class Bucket:
         """The sum over the ranks of each tensor's gradient, in rank order, in `flat`. `gradients`
         come rank by rank, None where there is none."""
         count = self.count
-        rows = [tuple(gradients[i : i + count]) for i in range(0, len(gradients), count)]
-        if _are_plain(gradients, self.dtype):
-            result = self._slots_of_sums(tuple(rows), flat)
+        rows = tuple(
+            [tuple(gradients[i : i + count]) for i in range(0, len(gradients), count)]
+        )
+        result: Sequence[Any]
+        if self._moves(self.core.reduce, rows, flat, gradients):
+            result = self.slots(flat)
         else:
             result = self._mixed_sums(rows, flat)
         if self.keeps_none:
