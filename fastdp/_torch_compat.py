@@ -154,6 +154,15 @@ def are_false(function: Any) -> Any:
     return function
 
 
+def applied_at_once(function: Any) -> Callable[..., Any]:
+    """`function.apply` without torch's Python around it, which looks at each argument for a tensor
+    that outlived a torch.func transform: for arguments among which there can be none. Below such a
+    transform it is `function.apply`, which refuses."""
+    if inside_function_transform():
+        return function.apply
+    return getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+
 def run_early(node: Any) -> None:
     """Lets the engine run this node as soon as its gradients are there, before nodes made later.
     Without it the numbers are the same, only later."""

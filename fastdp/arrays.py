@@ -48,7 +48,11 @@ class TorchArrays:
     def source(self, array: torch.Tensor, name: str) -> torch.Tensor:
         """For reading: without autograd, and with lazy conjugation and negation carried out."""
         self._check_kind(array, name)
-        return array.detach().resolve_conj().resolve_neg()
+        if array.requires_grad or type(array) is not torch.Tensor:
+            array = array.detach()
+        if array.dtype.is_complex:
+            array = array.resolve_conj()
+        return array.resolve_neg()
 
     def target(self, array: torch.Tensor, name: str) -> torch.Tensor:
         """For writing, under the rules of torch's own in-place operations."""

@@ -15,6 +15,7 @@ from .containers import is_namedtuple, place, rebuild_dict
 from .copies import copies_of
 from .functions import scatter_tensor
 from .marks import Replicated
+from .moves import chunk_lengths
 from .options import sizes_for
 from .scattered import Scattered
 from .surprises import Surprises
@@ -314,14 +315,6 @@ def _sizes(found: Tuple[List[Any], List[Any]], dim: int) -> List[int]:
         elif leaf.dim() > 0:
             sizes.append(leaf.size(dim))
     return sizes + lists
-
-
-def chunk_lengths(batch: int, count: int) -> List[int]:
-    """The sizes of the pieces that `torch.chunk` makes."""
-    if batch == 0:
-        return [0]
-    step = -(-batch // count)
-    return [min(step, batch - start) for start in range(0, batch, step)]
 
 
 def _piece_count(size: int, count: int) -> int:

@@ -44,7 +44,8 @@ def scatter_tensor(
     """Pieces of the given sizes, or as `tensor.chunk` cuts them, each in new memory on its device;
     fewer than devices when there are fewer rows."""
     if sizes is None:
-        sizes = [piece.size(dim) for piece in tensor.detach().chunk(len(devices), dim)]
+        size = tensor.size(dim)
+        sizes = moves.chunk_lengths(size, len(devices)) if size else [0] * len(devices)
     dim = dim % tensor.dim()
     if needs_node((tensor,)):
         pieces = Scatter.apply(tuple(devices), tuple(sizes), dim, tensor)

@@ -6,12 +6,20 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 
 from . import _C
 from .streams import open_peers
+
+
+def chunk_lengths(batch: int, count: int) -> List[int]:
+    """The sizes of the pieces that `torch.chunk` makes of what has any rows."""
+    if batch == 0:
+        return [0]
+    step = -(-batch // count)
+    return [min(step, batch - start) for start in range(0, batch, step)]
 
 
 def scatter(

@@ -59,21 +59,22 @@ class Plan:
         rows: List[List[torch.Tensor]] = [[] for _ in self._devices]
         tokens = []
         communication.open()
-        with communication.current():
-            flats = [bucket.take(True) for bucket in self.buckets]
-        compute = communication.begin()
+        compute = communication.compute()
         as_nodes = _torch_compat.forward_mode_active()
+        # The tensors were described, the copies are new: memory that none of torch.func's has.
+        broadcast = _torch_compat.applied_at_once(Broadcast)
+        land = _torch_compat.applied_at_once(Land)
         made = []
         with communication.current():
+            flats = [bucket.take(True) for bucket in self.buckets]
+            communication.begin(compute)
             for k, bucket in enumerate(self.buckets):
                 chosen = [tensors[place] for place in bucket.places]
                 landings: Dict[int, Tensors] = {}
                 with bucket_phase("broadcast", k):
                     if as_nodes or differentiable and bucket.requires_grad:
                         landings = dict.fromkeys(self._linked, ())
-                        copies = Broadcast.apply(
-                            bucket, True, flats[k], compute, landings, *chosen
-                        )
+                        copies = broadcast(bucket, True, flats[k], compute, landings, *chosen)
                         tokens.append(copies[-1])
                         _torch_compat.run_early(copies[-1].grad_fn)
                     else:
@@ -81,7 +82,7 @@ class Plan:
                 communication.mark(k)
                 made.append((bucket, copies, landings))
         for bucket, copies, landings in made:
-            _share_out(bucket, copies, landings, rows)
+            _share_out(bucket, copies, landings, rows, land)
         for place in self.alone:
             for rank, (row, device) in enumerate(zip(rows, self._devices)):
                 tensor = tensors[place]
@@ -97,6 +98,7 @@ def _share_out(
     outputs: Sequence[torch.Tensor],
     landings: Dict[int, Tensors],
     rows: List[List[torch.Tensor]],
+    land: Callable[..., Tensors],
 ) -> None:
     """Puts each rank's copies into its row."""
     rest = iter(outputs)
@@ -104,7 +106,7 @@ def _share_out(
         if rank not in landings:
             row.extend(islice(rest, bucket.count))
             continue
-        copies = Land.apply(landings[rank], next(rest))
+        copies = land(landings[rank], next(rest))
         _torch_compat.run_early(copies[0].grad_fn)
         row.extend(copies)
 

@@ -189,8 +189,11 @@ class Replicator:
         tensors = parameters + buffers
         differentiable = not detach and torch.is_grad_enabled()
         plan = self._plan(root, tensors, pattern, len(parameters), ranks, differentiable)
-        with torch.set_grad_enabled(differentiable):
+        if differentiable == torch.is_grad_enabled():
             rows, tokens = plan.copies(tensors, differentiable, plan.communication)
+        else:
+            with torch.set_grad_enabled(differentiable):
+                rows, tokens = plan.copies(tensors, differentiable, plan.communication)
         if self._fresh or not early:
             plan.communication.deliver()
         if self._fresh:

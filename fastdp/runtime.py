@@ -92,12 +92,14 @@ class Runtime:
     def serves(self, module: nn.Module, devices: Sequence[torch.device], options: Any) -> bool:
         return (
             self._module() is module
-            and self.devices[: len(devices)] == tuple(devices)
+            and (devices is self.devices or self.devices[: len(devices)] == tuple(devices))
             and self.options == options
         )
 
     def parsed(self, device_ids: Any) -> Tuple[torch.device, ...]:
         """The devices of a list, which is looked at closely only if it is not the wrapper's own."""
+        if type(device_ids) is list and device_ids == self.device_ids:
+            return self.devices
         count = len(device_ids) if isinstance(device_ids, list) else 0
         if 0 < count and device_ids == self.device_ids[:count]:
             return self.devices[:count]
