@@ -53,7 +53,11 @@ void fdp_log(fdp_log_level level, const char *format, ...) {
   fdp_log_sink sink = log_state.sink;
   void *user = log_state.user;
   pthread_mutex_unlock(&log_state.mutex);
-  if (sink) sink(user, level, message);
+  if (!sink) return;
+  char last[FDP_MESSAGE_BYTES]; /* a sink runs anybody's code, which may fail on this thread */
+  snprintf(last, sizeof last, "%s", fdp_last_message());
+  sink(user, level, message);
+  (void)fdp_fail(FDP_OK, "%s", last);
 }
 
 const char *fdp_log_level_name(fdp_log_level level) {

@@ -27,8 +27,9 @@ void fdp_log_open(fdp_log_sink sink, void *user, fdp_log_level level);
 /* The level that FASTDP_LOG asks for. */
 fdp_status fdp_log_level_from_env(fdp_log_level *level);
 
-bool fdp_log_enabled(fdp_log_level level);
+/* Leaves the thread's message of a failure as it is, whatever the sink does. */
 void fdp_log(fdp_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
+bool fdp_log_enabled(fdp_log_level level);
 const char *fdp_log_level_name(fdp_log_level level); /* "off", "error", ... as in FASTDP_LOG */
 
 #endif

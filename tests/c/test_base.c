@@ -86,6 +86,23 @@ static void test_log(void) {
   unsetenv("FASTDP_LOG");
 }
 
+static void fail_inside(void *user, fdp_log_level level, const char *message) {
+  (void)level;
+  *(int *)user += (int)strlen(message);
+  fdp_fail(FDP_ABORTED, "of the sink");
+}
+
+/* Whoever logs may be on the way out of a failure, and a sink runs anybody's code. */
+static void test_log_keeps_message(void) {
+  int length = 0;
+  fdp_log_open(fail_inside, &length, FDP_LOG_INFO);
+  fdp_fail(FDP_TIMED_OUT, "what matters");
+  fdp_log(FDP_LOG_INFO, "seen");
+  CHECK_EQUAL(length, 4);
+  CHECK_TEXT(fdp_last_message(), "what matters");
+  fdp_log_open(NULL, NULL, FDP_LOG_OFF);
+}
+
 static void count_call(void *user, fdp_log_level level, const char *message) {
   (void)level;
   (void)message;
@@ -267,6 +284,7 @@ void test_base(void) {
   test_deadline();
   test_status();
   test_log();
+  test_log_keeps_message();
   test_log_after_fork();
   test_env();
   test_faults_and_counters();
