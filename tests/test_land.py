@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp import functions, plans
+from fastdp import buckets, functions, plans
 
 RANKS = {"all": lambda n: list(range(n)), "all but the first": lambda n: list(range(1, n))}
 
@@ -286,3 +286,43 @@ def test_who_lands():
     assert linked(devices, False) == [1, 3] and linked(devices, True) == [0, 1, 2, 3]
     assert linked([torch.device("cpu")] * 3, False) == []
     assert linked([devices[0]] * 2, False) == []
+
+
+# Which is early.
+
+
+def ends_of_backward(monkeypatch):
+    """What ends first, of a backward through replicas that ran one after the other: numbers of
+    buckets that were summed, and the gradients behind a rank's first layer."""
+    module, ends, ranks = Net(), [], []
+    sums = buckets.Bucket.sums
+
+    def noted(self, gradients, flat):
+        ends.append(self.number)
+        return sums(self, gradients, flat)
+
+    def hook(layer, inputs, output):
+        rank = len(ranks)
+        ranks.append(rank)
+        output.register_hook(lambda gradient: ends.append(f"rank {rank}"))
+
+    monkeypatch.setattr(buckets.Bucket, "sums", noted)
+    module.a.register_forward_hook(hook)
+    ids = ["cpu"] * 3
+    dp = fastdp.DataParallel(module, ids, bucket_bytes=1, sequential=True)
+    dp(rows()).sum().backward()
+    assert ranks == [0, 1, 2]
+    return ends
+
+
+def test_a_bucket_is_summed_as_soon_as_its_gradients_are_there(monkeypatch):
+    """The last layer's before the first layer's gradients of the rank whose backward comes last."""
+    ends = ends_of_backward(monkeypatch)
+    assert sorted(end for end in ends if type(end) is int) == list(range(6))
+    assert ends.index(4) < ends.index("rank 0") and ends.index(5) < ends.index("rank 0")
+    assert ends.index("rank 0") < min(ends.index(0), ends.index(1))
+
+
+def test_a_landed_bucket_is_summed_as_soon(landing, monkeypatch):
+    test_a_bucket_is_summed_as_soon_as_its_gradients_are_there(monkeypatch)
+    assert landing() > 0

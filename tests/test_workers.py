@@ -134,3 +134,20 @@ def test_a_thread_that_is_dismissed_ends(failing, team):
     for thread in threads:
         thread.join(WAIT_S)
     assert not any(thread.is_alive() for thread in threads)
+
+
+class Odd(Exception):
+    """Wants what its args do not tell, and says the same whatever they are."""
+
+    def __init__(self, code, *, why):
+        super().__init__()
+        self.code, self.why = code, why
+
+    def __str__(self):
+        return "odd"
+
+
+def test_an_error_that_cannot_be_made_anew_is_still_of_its_class():
+    raised = workers.replica_error(Odd(3, why="x"), 1, torch.device("cpu"))
+    assert isinstance(raised, Odd) and (raised.code, raised.why) == (3, "x")
+    assert str(raised).startswith("Caught Odd in replica 1 on device cpu.\nOriginal ")
