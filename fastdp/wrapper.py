@@ -104,7 +104,7 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Wrapped,
         device_ids: Optional[Sequence[Any]] = None,
         output_device: Any = None,
         dim: int = 0,
