@@ -111,6 +111,24 @@ def test_the_error_of_a_dimension_that_outputs_have_not(fast, shape, dim):
         fast.api.gather(outputs, fast.home_id, dim)
 
 
+@row("C12", why="replicas whose outputs differ in dtype")
+@pytest.mark.parametrize("first, second", [("double", "float"), ("float", "double")])
+def test_outputs_are_joined_in_the_dtype_of_the_first_replica(impl, first, second):
+    kinds = [getattr(torch, name) for name in (first, second)]
+    x = ints(4, 3, grad=True)
+    x.data[:, 0] = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    dp = impl.wrap(Apply(lambda s, x: s.lin(x).to(kinds[int(x[0, 0])])), 2)
+    out = dp(x)
+    assert out.dtype == kinds[0]
+    out.square().sum().backward()
+    y = x.detach().clone().requires_grad_()
+    plain = linear()
+    same(out.double(), want := plain(y))
+    want.square().sum().backward()
+    same(x.grad, y.grad)
+    same(grads(dp.module.lin), grads(plain))
+
+
 @dataclasses.dataclass
 class Partial:
     y: torch.Tensor

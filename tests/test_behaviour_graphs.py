@@ -262,6 +262,13 @@ def test_lazy_modules_are_refused(impl):
 
 
 @row("A24")
+def test_the_error_of_lazy_modules_says_what_to_do(fast):
+    module = nn.Sequential(linear(), nn.LazyLinear(2))
+    with pytest.raises(RuntimeError, match="Run a dummy forward pass"):
+        fast.wrap(module, 2)(ints(4, 3))
+
+
+@row("A24")
 def test_lazy_modules_work_once_initialised(impl):
     lazy = nn.LazyLinear(2)
     dp = impl.wrap(lazy, 2)
