@@ -4,6 +4,7 @@ import inspect
 import pickle
 import re
 from pathlib import Path
+from typing import get_args, get_origin
 
 import fastdp
 import pytest
@@ -163,6 +164,14 @@ def test_public_names_have_a_docstring_and_stand_in_a_page(name):
     word = re.compile(rf"\b{name.rpartition('.')[2]}\b")
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     assert any(word.search(page.read_text()) for page in pages)
+
+
+def test_type_checkers_see_which_module_is_wrapped():
+    # Else they ask for an annotation of each wrapper.
+    (generic,) = [b for b in fastdp.DataParallel.__orig_bases__ if get_origin(b)]
+    (variable,) = get_args(generic)
+    module = inspect.signature(fastdp.DataParallel).parameters["module"]
+    assert module.annotation == variable.__name__
 
 
 def arguments(function):
