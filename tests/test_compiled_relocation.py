@@ -13,6 +13,7 @@ from fastdp.compiled import Compiled, ReplicaCall
 from torch import nn
 
 CPU, META = torch.device("cpu"), torch.device("meta")
+HOME, OTHER = torch.device("cuda", 0), torch.device("cuda", 3)
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
@@ -133,6 +134,27 @@ def test_a_graph_is_moved_with_all_that_it_names_and_holds():
     assert moved(torch.ones(3, 2, device=META)).device == META
 
 
+def test_other_devices_and_words_of_a_graph_stay():
+    class Named(nn.Module):
+        def forward(self, x):
+            x = x.to("cpu").to("cuda:5").to(device=torch.device("cuda", 5))
+            return torch.nn.functional.pad(x, (0, 1), mode="constant")
+
+    code = relocation.graph_on(torch.fx.symbolic_trace(Named()), CPU, META).code
+    for there in ("to('meta')", "to('cuda:5')", "type='cuda', index=5", "mode = 'constant'"):
+        assert there in code
+
+
+@pytest.mark.parametrize("device, is_blind", [(CPU, True), (HOME, False)])
+def test_a_part_without_inputs_on_the_gpu_cannot_tell_whose_they_are(
+    loaded, monkeypatch, device, is_blind
+):
+    monkeypatch.setattr(relocation, "device_of", lambda inputs: device)
+    shared = relocation.Shared(HOME)
+    shared.note(lambda graph, inputs: made(), None, [])
+    assert shared._parts[0]._is_blind is is_blind and shared.extend(OTHER) is not is_blind
+
+
 @pytest.mark.parametrize(
     "inputs, where, want",
     [
@@ -147,9 +169,6 @@ def test_a_graph_is_moved_with_all_that_it_names_and_holds():
 def test_where_a_graph_runs(inputs, where, want):
     call = None if where is None else types.SimpleNamespace(device=where)
     assert relocation.device_of(inputs, call) == want
-
-
-HOME, OTHER = torch.device("cuda", 0), torch.device("cuda", 3)
 
 
 @pytest.mark.parametrize(
