@@ -342,6 +342,7 @@ def test_kinds_of_buffers(impl):
 
 @row("A12", why="a buffer that may be resized, which travels alone")
 @pytest.mark.parametrize("shape", [(1,), (0,)], ids=["one", "none"])
+@pytest.mark.distinct
 def test_a_buffer_of_one_element_is_replica_0s_alone(impl, shape):
     seen = []
 

@@ -119,9 +119,10 @@ def test_zeros_stand_where_biases_would(fast, kind, monkeypatch):
         made = empty(*size, **options)
         return made.fill_(7) if made.is_floating_point() and made.numel() else made
 
-    rnn = flatten_by_hand(kind(3, 5, batch_first=True, bias=False).double())
+    rnn = kind(3, 5, batch_first=True, bias=False).double()
     dp = fast.wrap(rnn, 3)
-    flatten_by_hand(rnn)
+    if fast.home.type == "cpu":  # on a GPU it is flat already
+        flatten_by_hand(rnn)
     plan = dp._fastdp_get_runtime().replicator.plan_for(3, True)
     [bucket] = plan.buckets
     monkeypatch.setattr(torch, "empty", dirty)
