@@ -103,7 +103,9 @@ class TorchArrays:
         ]
 
     def _check_kind(self, array: torch.Tensor, name: str) -> None:
-        if isinstance(array, torch.nn.parameter.UninitializedTensorMixin):
+        if type(array) is not torch.Tensor and isinstance(
+            array, torch.nn.parameter.UninitializedTensorMixin
+        ):
             raise ValueError(
                 f"{name} is an uninitialized {type(array).__name__}: run the lazy module once first"
             )

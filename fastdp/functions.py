@@ -32,7 +32,7 @@ def needs_node(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a gradient or a tangent has to be carried: a tangent would be dropped silently."""
     if _torch_compat.forward_mode_active():
         return True
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])
 
 
 def scatter_tensor(

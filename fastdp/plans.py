@@ -46,6 +46,7 @@ class Plan:
         self._linked = [
             rank for rank, device in enumerate(devices) if communication.apart or device != home
         ]
+        self._pick = [_picker(bucket.places) for bucket in buckets]
         places = [place for bucket in buckets for place in bucket.places] + alone
         order = sorted(range(len(places)), key=places.__getitem__)
         self._in_order = order != list(range(len(order)))
@@ -69,7 +70,7 @@ class Plan:
             flats = [bucket.take(True) for bucket in self.buckets]
             communication.begin(compute)
             for k, bucket in enumerate(self.buckets):
-                chosen = [tensors[place] for place in bucket.places]
+                chosen = self._pick[k](tensors)
                 landings: Dict[int, Tensors] = {}
                 with bucket_phase("broadcast", k):
                     if as_nodes or differentiable and bucket.requires_grad:
@@ -91,6 +92,13 @@ class Plan:
         cut = self.parameter_count
         keeps_none = any(bucket.keeps_none for bucket in self.buckets)
         return [(row[:cut], row[cut:]) for row in ordered], () if keeps_none else tuple(tokens)
+
+
+def _picker(places: Sequence[int]) -> Callable[[Tensors], Tensors]:
+    """What gives the tensors at some places of a list."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1))
 
 
 def _share_out(

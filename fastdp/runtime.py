@@ -89,6 +89,19 @@ class Runtime:
         """Around the replicas' forward: the engine may watch it."""
         return _NOTHING if self._engine is None else self._engine.watching(replicas)
 
+    def is_for(self, module: nn.Module, wrapper: Any) -> bool:
+        """`serves`, where the wrapper's devices and options are written as they were."""
+        return (
+            self._module() is module
+            and wrapper.device_ids == self.device_ids
+            and self.options
+            == (
+                wrapper._fastdp_bucket_bytes,
+                wrapper._fastdp_unused_grad,
+                wrapper._fastdp_transport,
+            )
+        )
+
     def serves(self, module: nn.Module, devices: Sequence[torch.device], options: Any) -> bool:
         return (
             self._module() is module

@@ -56,8 +56,10 @@ class Stepping:
                     "copies between devices have no rules for them. Call the module itself there, "
                     "or use torch.autograd"
                 )
+            runtime = None
             if len(self.device_ids) > 1:
-                self._fastdp_get_runtime().check_capture()
+                runtime = self._fastdp_get_runtime()
+                runtime.check_capture()
             whole, obstacle = None, ""
             if self._fastdp_engine != "eager":
                 obstacle = find_obstacle(self, method)
@@ -92,8 +94,7 @@ class Stepping:
                 outputs = self._fastdp_get_engine().forward(
                     self.module, rows, named, self.dim, obstacle, eager, whole
                 )
-            if len(self.device_ids) > 1:
-                runtime = self._fastdp_get_runtime()
+            if runtime is not None:
                 runtime.balance.look(self.module, outputs, runtime.surprises)
             return outputs
 

@@ -214,7 +214,11 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
         self, inputs: Tuple[Any, ...], kwargs: Optional[Dict[str, Any]], device_ids: Sequence[Any]
     ) -> Tuple[Tuple[Any, ...], Tuple[Dict[str, Any], ...]]:
         """One tuple of arguments and one dictionary of keyword arguments per used replica."""
-        devices = parse_devices(device_ids, "device_ids")
+        runtime = self.__dict__.get("_fastdp_runtime")
+        if runtime is None:
+            devices = parse_devices(device_ids, "device_ids")
+        else:
+            devices = runtime.parsed(device_ids)
         surprises = None
         if len(devices) > 1:
             surprises = self.__dict__.get("_fastdp_surprises")
@@ -256,6 +260,8 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
         module, runtime = self.module, self.__dict__.get("_fastdp_runtime")
         if runtime is None:
             devices = parse_devices(self.device_ids, "device_ids")
+        elif runtime.is_for(module, self) and is_seen(self, module):
+            return runtime  # asked for several times in a step
         else:
             devices = runtime.parsed(self.device_ids)
         options = self._fastdp_move_options()
