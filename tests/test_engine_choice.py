@@ -222,6 +222,29 @@ def test_the_arguments_of_a_step_that_comes_back_are_not_cut_first(means, monkey
         whole.clear()
 
 
+@pytest.mark.parametrize("way", ["chunk_sizes", "own scatter"])
+def test_arguments_that_are_cut_otherwise_are_another_step(means, way):
+    """Though they are what they were: nothing is replayed by uncut arguments then."""
+    if means.replicas == 1:
+        pytest.skip("needs 2 replicas")
+    sizes = [2, 4]
+
+    class Own(fastdp.DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            return [(piece.clone(),) for piece in inputs[0].split(sizes)], [{}, {}]
+
+    options = {"cls": Own}
+    if way == "chunk_sizes":
+        options = {"chunk_sizes": lambda batch, n: list(sizes)}
+    twins = Twins(means, Apply(lambda m, x: m.lin(x) * x.size(0)), lr=1e-6, **options)
+    for seed in range(AHEAD + 3):
+        twins.step(rows(means, seed))
+    sizes.reverse()
+    for seed in range(AHEAD + 3):
+        twins.step(rows(means, seed))
+    assert [f["engine"] for f in twins.recorded.report()["forwards"]] == ["graph"] * 2
+
+
 def test_few_uncut_arguments_are_known(means, monkeypatch):
     """All of these have one signature once they are cut."""
     monkeypatch.setattr(engines, "_MAX_SIGNATURES", 2)
