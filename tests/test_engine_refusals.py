@@ -365,3 +365,16 @@ def test_a_recorder_that_fails(means):
         twins.step(rows(means, seed))
     twins.ran(eager=SETTLED + 2)
     assert "MemoryError: no room for another graph" in reasons(twins.recorded)
+
+
+class Uncopied(dict):
+    def __deepcopy__(self, memo):
+        raise ValueError("there is one of me")
+
+
+def test_an_output_that_cannot_be_copied_is_left_as_it_is(means):
+    dp = means.wrap(Apply(lambda m, x: Uncopied(y=m.lin(x))), "auto")
+    for _ in range(SETTLED + 1):
+        output = dp(torch.ones(6, 3, dtype=torch.float64, device=means.home))
+    assert type(output) is Uncopied and output["y"].shape == (6, 2)
+    assert "the output cannot be copied: there is one of me" in reasons(dp)
