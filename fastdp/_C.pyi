@@ -9,7 +9,7 @@ written, a set conjugate or negative bit, as ValueError. `requires_grad` is no h
 """
 
 import builtins
-from typing import Any, Callable, Dict, Iterable, Optional, Tuple, TypedDict, final
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, TypedDict, final
 
 from typing_extensions import Self
 
@@ -183,9 +183,12 @@ class Tree:
     """The modules below one base module, flattened once (py_tree.c). Not thread-safe."""
     def __new__(cls, modules: Tuple[Any, ...], /) -> Self:
         """All modules, the root first, each once."""
-    def collect(self) -> Tuple[Tuple[Any, ...], Tuple[Any, ...]]:
-        """(parameters, buffers): the distinct tensors of a held tree as they are now, in order of
-        first appearance."""
+    def collect(self) -> Tuple[Tuple[Any, ...], Tuple[Any, ...], bytes]:
+        """(parameters, buffers, pattern): the distinct tensors of a held tree as they are now, in
+        order of first appearance, and bytes that are equal where the same entries are tied."""
+    def entries(self) -> List[Tuple[Tuple[int, ...], Tuple[int, ...]]]:
+        """[(parameters, buffers), ...]: for each module, which of the collected tensors its
+        dictionaries hold, as indices; -1 for None."""
     def hold(self, root: Any, /) -> bool:
         """Owns all modules until release(), if the tree below root is the one that this was made
         of."""
