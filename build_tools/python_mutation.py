@@ -58,7 +58,10 @@ CALLS = {
 # are many things elsewhere, and are meant there.
 VAGUE = ("append", "close", "put", "take", "wait", "give_up")
 FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
-    "streams.py": (("tests/test_orders.py", "tests/test_deadlines.py"), ("append",)),
+    "streams.py": (
+        ("tests/test_orders.py", "tests/test_deadlines.py", "tests/test_overlap.py"),
+        ("append",),
+    ),
     "awaited.py": (("tests/test_orders.py",), ()),
     "plans.py": (("tests/test_orders.py",), ()),
     "replicas.py": (("tests/test_orders.py", "tests/test_fits_counted.py"), ()),
