@@ -44,7 +44,7 @@ class Timed(nn.Module):
     def forward(self, x):
         nap = self.naps.get(int(x[0, 0]), 0)
         if nap:
-            print("naps")
+            os.write(1, b"naps\\n")  # at once: the other replica may come between
             time.sleep(nap)
         return self.lin(x)
 

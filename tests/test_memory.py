@@ -107,9 +107,15 @@ def test_text():
 def test_free_memory_of_the_host():
     total, free = host_bytes()
     assert 0 < free < total
-    held = torch.zeros(2**28)
-    held.fill_(1)
-    assert free - host_bytes()[1] > 2**29  # of the 2**30; others may let go of some meanwhile
+
+    def is_seen():
+        before = host_bytes()[1]
+        held = torch.zeros(2**28)
+        held.fill_(1)
+        return before - host_bytes()[1] > 2**29  # of the 2**30
+
+    # Other processes let go of as much meanwhile, and not each time.
+    assert any(is_seen() for _ in range(10))
     assert fastdp.DataParallel(linear(), ["cpu"]).memory()["cpu"]["total"] == total
 
 

@@ -198,6 +198,7 @@ def test_byte_offset():
 
 @made_up_cuda_device
 def test_streams_are_asked_for_on_cuda_only():
+    _C.layout(torch.ones(1))  # brings torch's table, which is asked for streams
     # No framework here tells a stream for CUDA, so it is the legacy default one, written 1.
     producer = Producer(device=(2, 1))
     assert _C.layout(producer)[3] == (2, 1)
