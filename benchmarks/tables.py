@@ -5,8 +5,8 @@
     python benchmarks/tables.py --check                exits 1 if README.md says something else
 
 Between `<!-- figures:begin -->` and `<!-- figures:end -->` README.md has what these files give, and
-nothing by hand; between `<!-- summary:begin -->` and `<!-- summary:end -->`, where a page has these,
-the few figures of benchmarks/summary_table.py. Each file is one run of a benchmark with --json.
+nothing by hand; between `<!-- summary:begin -->` and `<!-- summary:end -->`, where a page has
+these, the few figures of benchmarks/summary_table.py. Each file is one run of a benchmark with --json.
 """
 
 from __future__ import annotations

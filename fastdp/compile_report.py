@@ -14,9 +14,10 @@ _KINDS = {
 
 
 def compile_report(wrapper: Any) -> Optional[Dict[str, Any]]:
-    """None where nothing is to be compiled, or was so far. `backend`, None where only parts of the module
-    were compiled, and not by this wrapper; `seconds` that the first steps took in all; `forms`, one
-    dictionary for each thing that was compiled: `kind` ("one size", "any size" or "breaks"),
+    """None where nothing is to be compiled, or was so far. `backend`, None where only parts of the
+    module were compiled, and not by this wrapper; `seconds` that the first steps took in all;
+    `forms`, one dictionary for each thing that was compiled: `kind` ("one size", "any size" or
+    "breaks"),
     `graphs`, `seconds` by device, `pieces` that a graph was cut into (of "one size"), `again` why a
     GPU could not use what was compiled for another, `reason` for the breaks; `reasons` why replicas
     run uncompiled, each once."""

@@ -1,4 +1,4 @@
-"""What the tests of docs/*.md share: the pages, their blocks and tables, and scripts of their own."""
+"""What the tests of docs/*.md share: the pages, their blocks and tables, and scripts."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""benchmarks/summary_table.py: the figures at the top of README.md, of runs whose times are known."""
+"""benchmarks/summary_table.py: the figures at the top of README.md, of runs of known times."""
 
 import sys
 from pathlib import Path

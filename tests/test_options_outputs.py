@@ -313,7 +313,8 @@ def mean_loss(s, x):
     return s.lin(x).mean()
 
 
-UNLIKE = [[2, 2], [1, 1, 2], [2, 4, 2], [4, 2, 1, 1], [1, 1, 2, 2, 2]]  # each mean is of a power of two
+# Each mean is of a power of two.
+UNLIKE = [[2, 2], [1, 1, 2], [2, 4, 2], [4, 2, 1, 1], [1, 1, 2, 2, 2]]
 
 
 @row("C2")

@@ -15,7 +15,15 @@ import weakref
 import numpy as np
 import pytest
 from nets import Apply, ranked
-from test_watch import FACTORY, LOG, Watched, forward_of, nothing_is_left, untouched, watched  # noqa: F401
+from test_watch import (  # noqa: F401
+    FACTORY,
+    LOG,
+    Watched,
+    forward_of,
+    nothing_is_left,
+    untouched,
+    watched,
+)
 from torch import nn
 
 from fastdp import listeners

@@ -294,9 +294,9 @@ static int32_t count_idle_waits(scene_verb verb, const char *transport, const ma
 }
 
 /* maps[2] has two leads, a target that follows one of them, and one on home's device. Idle are:
- * - peer's bucket broadcasts: in the last three rounds, the hub's two waits for the reads of shards,
- *   which matter to whoever takes that scratch next; and in as many rounds, where it is taken, the
- *   two takers' waits for it, as they have waited for the hub since.
+ * - peer's bucket broadcasts: in the last three rounds, the hub's two waits for the reads of
+ *   shards, which matter to whoever takes that scratch next; and in as many rounds, where it is
+ *   taken, the two takers' waits for it, as they have waited for the hub since.
  * - host's sums: home takes scratch for three ranks, all of which the other caller's home gave back
  *   at once: two of the three waits, in every round but the first. */
 static void test_left_out_waits(void) {
