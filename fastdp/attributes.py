@@ -19,6 +19,9 @@ from . import environment, options
 
 _ABSENT = object()
 
+# torch's own, whatever code puts in its place later: `torch.nn.DataParallel = fastdp.DataParallel`.
+TORCH_CLASS = nn.DataParallel
+
 
 def _found_elsewhere(wrapper: Any, name: str, reads: bool) -> Any:
     """What the name is without fastdp: a part of the wrapper or, if its class `reads` elsewhere
@@ -79,7 +82,7 @@ class Option:
     def _is_ours(self, wrapper: Any) -> bool:
         """Whether the wrapper is of fastdp's very class."""
         cls = type(wrapper)
-        return cls is not nn.DataParallel and vars(cls).get(self._name) is self
+        return cls is not TORCH_CLASS and vars(cls).get(self._name) is self
 
 
 class Method:
@@ -141,14 +144,14 @@ def add_attributes(cls: Any) -> None:
     for name, option in OPTIONS.items():
         setattr(cls, name, option)
         setattr(cls, f"_fastdp_{name}", Standard(option, f"_fastdp_{name}"))
-    for part in reversed([part for part in cls.__mro__ if part not in nn.DataParallel.__mro__]):
+    for part in reversed([part for part in cls.__mro__ if part not in TORCH_CLASS.__mro__]):
         for name, value in list(vars(part).items()):
             is_public = isinstance(value, types.FunctionType) and not name.startswith("_")
-            if is_public and not hasattr(nn.DataParallel, name):
+            if is_public and not hasattr(TORCH_CLASS, name):
                 setattr(cls, name, Method(value, cls))
 
 
 def is_wrapper(thing: Any) -> bool:
     """Whether it is a fastdp.DataParallel: a wrapper of torch's class is one while that is
     patched."""
-    return isinstance(thing, nn.DataParallel) and hasattr(type(thing), "_fastdp_run")
+    return isinstance(thing, TORCH_CLASS) and hasattr(type(thing), "_fastdp_run")

@@ -39,12 +39,12 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 
 from torch import nn
 
+from .attributes import TORCH_CLASS as _Torch
 from .functional import data_parallel
 from .wrapper import DataParallel
 
 __all__ = ["Patch", "Replacement", "patch"]
 
-_Torch = nn.DataParallel
 _Fast = DataParallel
 # By its full name: torch.nn.parallel.data_parallel is also a function of that name.
 _home = importlib.import_module("torch.nn.parallel.data_parallel")

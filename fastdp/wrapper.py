@@ -12,7 +12,7 @@ from torch import nn
 
 from . import _torch_compat, compile_options, environment, options
 from .apply import apply_modules
-from .attributes import add_attributes
+from .attributes import TORCH_CLASS, add_attributes
 from .compile_seam import OF_THIS_PROCESS, is_seen, see
 from .cuts import PLAIN, Rules, scatter_call
 from .deadlines import Watched
@@ -124,7 +124,7 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
         compile: Union[bool, Dict[str, Any], None] = None,
     ) -> None:
         # Past nn.DataParallel.__init__, which without a GPU knows no device, to what that calls.
-        super(nn.DataParallel, self).__init__()
+        super(TORCH_CLASS, self).__init__()
         _torch_compat.log_use("fastdp.DataParallel")
         self.module = module
         self.dim = dim

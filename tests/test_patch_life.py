@@ -228,3 +228,25 @@ def test_a_function_that_somebody_replaced_stays(monkeypatch):
     with fastdp.patch():
         assert torch.nn.parallel.data_parallel(Net(), None) == "theirs"
         assert theirs.__code__.co_name == "<lambda>"
+
+
+def test_torchs_name_may_be_bound_to_fastdps_class(fast, monkeypatch):
+    """As scripts do it by hand: nothing in fastdp then takes its own class for torch's."""
+    for place in (nn, torch.nn.parallel, home):
+        monkeypatch.setattr(place, "DataParallel", fastdp.DataParallel)
+    module = Net().to(fast.home)
+    dp = nn.DataParallel(module, fast.ids(2))
+    same(dp(ints(5, 3)), Net()(ints(5, 3)))
+    with pytest.raises(ValueError, match="^engine is 'nonsense'"):
+        dp.engine = "nonsense"
+    assert dp.engine == "eager"
+
+    class Mine(nn.DataParallel):
+        def memory(self):
+            return "mine"
+
+    mine = Mine(module, fast.ids(2))
+    mine.engine = "nonsense"  # a subclass may have the name for itself
+    assert (mine.memory(), mine.engine) == ("mine", "nonsense")
+    same(mine(ints(5, 3)), Net()(ints(5, 3)))
+    assert len(list(fastdp.prefetch([ints(4, 3)], dp))) == 1
