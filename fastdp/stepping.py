@@ -135,4 +135,3 @@ class Stepping:
             with phase("gather"):
                 return self.gather(outputs, self.output_device)
         return anchored(list(outputs), self._fastdp_get_runtime().tokens())
-
