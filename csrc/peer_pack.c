@@ -77,20 +77,21 @@ done:
   return status;
 }
 
-/* Home's stream waits for those who read its tensor. */
-static fdp_status await_leads(const peer_broadcast *work) {
+/* The leads' streams wait for `first`; */
+static fdp_status start_leads(const peer_broadcast *work, const fdp_endpoint *first) {
   fdp_status status = FDP_OK;
   for (int32_t i = 0; i < work->leads.count; ++i) {
-    FDP_TRY(fdp_endpoint_after(&work->targets[work->leads.indices[i]], work->home));
+    FDP_TRY(fdp_endpoint_after(first, &work->targets[work->leads.indices[i]]));
   }
 done:
   return status;
 }
 
-static fdp_status start_leads(const peer_broadcast *work) {
+/* and `then` for all of them. */
+static fdp_status await_leads(const peer_broadcast *work, const fdp_endpoint *then) {
   fdp_status status = FDP_OK;
   for (int32_t i = 0; i < work->leads.count; ++i) {
-    FDP_TRY(fdp_endpoint_after(work->home, &work->targets[work->leads.indices[i]]));
+    FDP_TRY(fdp_endpoint_after(&work->targets[work->leads.indices[i]], then));
   }
 done:
   return status;
@@ -104,14 +105,14 @@ static fdp_status pull_chunks(const peer_broadcast *work) {
     int64_t begin = fdp_span_shard_begin(work->size_bytes, count, k);
     int64_t end = fdp_span_shard_begin(work->size_bytes, count, k + 1);
     FDP_TRY(pack_scratch(work, begin, end));
-    FDP_TRY(start_leads(work));
+    FDP_TRY(start_leads(work, work->home));
     for (int32_t i = 0; i < work->leads.count; ++i) {
       int32_t lead = work->leads.indices[i];
       FDP_TRY(copy_bytes(&work->targets[lead], (char *)work->flats[lead] + begin,
                          work->packed + begin, end - begin));
     }
   }
-  if (!work->scratch) FDP_TRY(await_leads(work));
+  if (!work->scratch) FDP_TRY(await_leads(work, work->home)); /* its tensor was read */
 done:
   return status;
 }
@@ -165,13 +166,9 @@ static fdp_status pull_shards(peer_broadcast *work, const fdp_endpoint *hub) {
     FDP_TRY(fdp_endpoint_after(target, hub));
   }
   if (!work->scratch) FDP_TRY(fdp_endpoint_after(hub, work->home)); /* its tensor was read */
-  for (int32_t i = 0; i < leads->count; ++i) {
-    FDP_TRY(fdp_endpoint_after(hub, &targets[leads->indices[i]]));
-  }
+  FDP_TRY(start_leads(work, hub));
   for (int32_t i = 0; i < leads->count; ++i) FDP_TRY(pull_whole(work, i, shards, begins));
-  for (int32_t i = 0; i < leads->count; ++i) {
-    FDP_TRY(fdp_endpoint_after(&targets[leads->indices[i]], hub));
-  }
+  FDP_TRY(await_leads(work, hub));
 done:
   for (int32_t i = 0; i < leads->count; ++i) {
     status = give_back(work, &targets[leads->indices[i]], shards[i], hub, status);
@@ -230,7 +227,7 @@ static fdp_status carry(peer_broadcast *work, const fdp_segment *segments, int32
   FDP_TRY(plan_packed(work, segments, segment_count));
   if (hub) {
     FDP_TRY(pack_scratch(work, 0, work->size_bytes));
-    FDP_TRY(start_leads(work));
+    FDP_TRY(start_leads(work, home));
   }
   FDP_TRY(hub ? pull_shards(work, hub) : pull_chunks(work));
 done:
