@@ -75,8 +75,7 @@ def compiler_of(wrapper: Any, anew: bool = False) -> Any:
 
 def is_seen(wrapper: Any, module: Any) -> bool:
     """Whether the module's call is the one that `see` saw. Asked several times in a step."""
-    call = module.__dict__.get("_compiled_call_impl")
-    return wrapper.__dict__.get("_fastdp_seen_call") is call
+    return wrapper.__dict__.get("_fastdp_seen_call") is call_in_place(module)
 
 
 def see(wrapper: Any, runtime: Any, anew: bool = False) -> None:

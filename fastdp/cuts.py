@@ -17,6 +17,7 @@ from .functions import scatter_tensor
 from .marks import Replicated
 from .moves import chunk_lengths
 from .options import sizes_for
+from .placement import public_device
 from .scattered import Scattered
 from .surprises import Surprises
 
@@ -232,11 +233,10 @@ def scatter_call(
     replaced = replaced_scatter()
     if replaced is None or rules is not PLAIN:
         return scatter_arguments(inputs, kwargs, devices, dim, rules, surprises)
-    ids = [device if device.type == "cpu" else device.index for device in devices]
+    ids = list(map(public_device, devices))
     rows = list(replaced(inputs, ids, dim)) if inputs else []
     named = list(replaced(kwargs, ids, dim)) if kwargs else []
-    rows.extend(() for _ in range(len(named) - len(rows)))
-    named.extend({} for _ in range(len(rows) - len(named)))
+    _even_out(rows, named)
     return tuple(rows), tuple(named)
 
 
@@ -275,9 +275,7 @@ def scatter_arguments(
         named = named[: len(rows)]
     elif found[1] and not found[0]:
         rows = rows[: len(named)]
-    used = max(len(rows), len(named))
-    rows.extend(() for _ in range(used - len(rows)))
-    named.extend({} for _ in range(used - len(named)))
+    used = _even_out(rows, named)
     if surprises is not None and sizes:
         if sizes.count(sizes[0]) < len(sizes):
             surprises.unequal(_tensor_places(inputs, kwargs, rules), dim, replicas)
@@ -289,6 +287,14 @@ def scatter_arguments(
     if batch is not None:
         result.sizes = tuple(pieces or chunk_lengths(batch, replicas))[:used]
     return result, tuple(named)
+
+
+def _even_out(rows: List[Any], named: List[Any]) -> int:
+    """Empty ones for what either lacks of the other; returns how many there are then."""
+    used = max(len(rows), len(named))
+    rows.extend(() for _ in range(used - len(rows)))
+    named.extend({} for _ in range(used - len(named)))
+    return used
 
 
 def _cuttable(tree: Any, rules: Rules) -> List[Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -189,11 +190,8 @@ class Replicator:
         tensors = parameters + buffers
         differentiable = not detach and torch.is_grad_enabled()
         plan = self._plan(root, tensors, pattern, len(parameters), ranks, differentiable)
-        if differentiable == torch.is_grad_enabled():
+        with torch.no_grad() if detach else nullcontext():
             rows, tokens = plan.copies(tensors, differentiable, plan.communication)
-        else:
-            with torch.set_grad_enabled(differentiable):
-                rows, tokens = plan.copies(tensors, differentiable, plan.communication)
         if self._fresh or not early:
             plan.communication.deliver()
         if self._fresh:

@@ -94,12 +94,7 @@ class Runtime:
         return (
             self._module() is module
             and wrapper.device_ids == self.device_ids
-            and self.options
-            == (
-                wrapper._fastdp_bucket_bytes,
-                wrapper._fastdp_unused_grad,
-                wrapper._fastdp_transport,
-            )
+            and self.options == wrapper._fastdp_move_options()
         )
 
     def serves(self, module: nn.Module, devices: Sequence[torch.device], options: Any) -> bool:

@@ -173,8 +173,6 @@ class Snapshot:
         return self.deadline.around(self._ordered(home), streams, "a node of a backward")
 
     def _ordered(self, home: torch.device) -> ContextManager[Any]:
-        if not self.streams:
-            return _NOTHING
         others = [stream for stream in self.streams if stream.device != home]
         if not others:
             return _NOTHING
