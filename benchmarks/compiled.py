@@ -58,7 +58,7 @@ from measure import keep, machine_of  # noqa: E402
 from models import MODELS, STANDARD  # noqa: E402
 from rescue import end_children  # noqa: E402
 from rivals import Devices, distinct  # noqa: E402
-from step import chosen_model, device_of  # noqa: E402
+from step import chosen_model, devices_of  # noqa: E402
 
 PARTS = ("time", "losses", "steps")
 TIMED_STEPS = 3
@@ -206,9 +206,7 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
         if getattr(args, option) < 1:
             parser.error(f"--{option} is {getattr(args, option)}: it must be at least 1")
     args.names = args.devices.split(",")
-    args.devices = [device_of(name, parser) for name in args.names]
-    if len({device.type for device in args.devices}) > 1:
-        parser.error("--devices: all GPUs or all cpu")
+    args.devices = devices_of(args.devices, parser)
     args.models = [chosen_model(entry, parser) for entry in args.models.split(",")]
     args.only = [title for title in args.only.split(";") if title]
     return args

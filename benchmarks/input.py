@@ -36,7 +36,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from measure import keep, machine_of  # noqa: E402
 from models import MODELS  # noqa: E402
 from rivals import Trainer, wait  # noqa: E402
-from step import chosen_model, device_of  # noqa: E402
+from step import chosen_model, devices_of  # noqa: E402
 
 import fastdp  # noqa: E402
 
@@ -203,9 +203,7 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     for option in ("depth", "steps", "rounds"):
         if getattr(args, option) < 1:
             parser.error(f"--{option} is {getattr(args, option)}: it must be at least 1")
-    args.devices = [device_of(name, parser) for name in args.devices.split(",")]
-    if len({device.type for device in args.devices}) > 1:
-        parser.error("--devices: all GPUs or all cpu")
+    args.devices = devices_of(args.devices, parser)
     args.model, args.per_replica = chosen_model(args.model, parser, "--model")
     return args
 

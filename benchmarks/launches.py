@@ -35,7 +35,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from measure import keep, machine_of  # noqa: E402
 from rivals import wait  # noqa: E402
 from scaling import counts_of  # noqa: E402
-from step import device_of  # noqa: E402
+from step import devices_of  # noqa: E402
 
 from fastdp import _C  # noqa: E402
 from fastdp.streams import open_peers  # noqa: E402
@@ -180,9 +180,7 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(arguments)
-    args.devices = [device_of(name, parser) for name in args.devices.split(",")]
-    if len({device.type for device in args.devices}) > 1:
-        parser.error("--devices: all GPUs or all cpu")
+    args.devices = devices_of(args.devices, parser)
     if args.rounds < 1:
         parser.error(f"--rounds is {args.rounds}: it must be at least 1")
     try:

@@ -32,7 +32,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from measure import machine_line, machine_of  # noqa: E402
 from models import MODELS, Model  # noqa: E402
-from step import device_of  # noqa: E402
+from step import devices_of  # noqa: E402
 
 import fastdp  # noqa: E402
 from fastdp import functions  # noqa: E402
@@ -203,9 +203,7 @@ def parse_arguments() -> argparse.Namespace:
     for name in options.models.split(","):
         if name not in MODELS:
             parser.error(f"argument --models: {name!r} is none of {', '.join(MODELS)}")
-    options.devices = [device_of(name, parser) for name in options.devices.split(",")]
-    if len({device.type for device in options.devices}) > 1 or len(options.devices) < 2:
-        parser.error("--devices: two or more are needed, all GPUs or all cpu")
+    options.devices = devices_of(options.devices, parser, 2)
     for argument, value, least in (("batch", options.batch, 0), ("steps", options.steps, 1)):
         if value < least:
             parser.error(f"argument --{argument}: {value}, must be at least {least}")

@@ -129,15 +129,17 @@ def entries_of(case: Case, args: argparse.Namespace, ports_used: int = 0) -> Dic
                 {"kind": "DDP" if is_eager else "DDP compiled", "mode": mode},
                 is_apart=True,
             )
-    if case.scaling:  # the contest of one GPU does not have all that others have
-        return {k: v for k, v in entries.items() if not args.only or k in args.only}
-    return chosen(entries, args.only)
+    # The contest of one GPU does not have all that others have.
+    return chosen(entries, args.only, may_lack=bool(case.scaling))
 
 
-def chosen(entries: Dict[str, Entry], only: Sequence[str]) -> Dict[str, Entry]:
-    """Those that --only names; all where it names none. Ends the program where one is unknown."""
+def chosen(
+    entries: Dict[str, Entry], only: Sequence[str], may_lack: bool = False
+) -> Dict[str, Entry]:
+    """Those that --only names; all where it names none. Ends the program where one is unknown,
+    unless some may be lacking."""
     unknown = [name for name in only if name not in entries]
-    if unknown:
+    if unknown and not may_lack:
         raise SystemExit(f"--only: {unknown[0]!r} is not one of {'; '.join(entries)}")
     return {name: entry for name, entry in entries.items() if not only or name in only}
 
@@ -179,9 +181,7 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
             parser.error(f"--{option} is {getattr(args, option)}: it must be at least 1")
     if args.seconds <= 0:
         parser.error(f"--seconds is {args.seconds}: it must be above 0")
-    args.devices = [device_of(name, parser) for name in args.devices.split(",")]
-    if len({device.type for device in args.devices}) > 1 or len(args.devices) < 2:
-        parser.error("--devices: two or more are needed, all GPUs or all cpu")
+    args.devices = devices_of(args.devices, parser, 2)
     on_host = args.devices[0].type == "cpu"
     # Replicas on the host stand for GPUs of their own.
     args.gpus = len(args.devices) if on_host else len(distinct(args.devices))
@@ -216,6 +216,15 @@ def cases_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> List[
         return scaling.cases_of(args.models, args.devices, counts, args.scaling)
     except ValueError as error:
         parser.error(f"--models: {error}")
+
+
+def devices_of(names: str, parser: argparse.ArgumentParser, least: int = 1) -> List[torch.device]:
+    """Those of --devices, at least so many."""
+    devices = [device_of(name, parser) for name in names.split(",")]
+    if len({device.type for device in devices}) > 1 or len(devices) < least:
+        needed = "two or more are needed, " if least > 1 else ""
+        parser.error(f"--devices: {needed}all GPUs or all cpu")
+    return devices
 
 
 def device_of(name: str, parser: argparse.ArgumentParser) -> torch.device:

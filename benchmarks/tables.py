@@ -6,7 +6,8 @@
 
 Between `<!-- figures:begin -->` and `<!-- figures:end -->` README.md has what these files give, and
 nothing by hand; between `<!-- summary:begin -->` and `<!-- summary:end -->`, where a page has
-these, the few figures of benchmarks/summary_table.py. Each file is one run of a benchmark with --json.
+these, the few figures of benchmarks/summary_table.py. Each file is one run of a benchmark with
+--json.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -90,12 +91,15 @@ def split(text: str, page: str, begin: str = BEGIN, end: str = END) -> List[str]
 
 def filled(text: str, page: str, files: Sequence[Dict[str, Any]]) -> str:
     """The page with the tables of these runs."""
-    before, _, after = split(text, page)
-    text = f"{before}{BEGIN}\n\n{render(files)}\n\n{END}{after}"
+    text = with_block(text, page, (BEGIN, END), render(files))
     if SUMMARY[0] not in text:
         return text
-    before, _, after = split(text, page, *SUMMARY)
-    return f"{before}{SUMMARY[0]}\n\n{summary_table.render(files)}\n\n{SUMMARY[1]}{after}"
+    return with_block(text, page, SUMMARY, summary_table.render(files))
+
+
+def with_block(text: str, page: str, marks: Tuple[str, str], inside: str) -> str:
+    before, _, after = split(text, page, *marks)
+    return f"{before}{marks[0]}\n\n{inside}\n\n{marks[1]}{after}"
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
