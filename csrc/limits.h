@@ -1,5 +1,6 @@
-/* Every fixed bound of the core in one place. A test build may shrink a bound by defining it on the
- * compiler's command line (STYLE.md 24); nothing else may. */
+/* Every fixed bound of the core in one place, so it is as long as there are bounds. A test build
+ * may shrink a bound by defining it on the compiler's command line (STYLE.md 24); nothing else
+ * may. */
 #ifndef FDP_LIMITS_H
 #define FDP_LIMITS_H
 

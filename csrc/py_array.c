@@ -228,8 +228,7 @@ static int read_copy(PyObject *value, export_request *request) {
 }
 
 /* The protocol's numbers: -1 no ordering, 1 or None the legacy default stream, 2 the per-thread one
- * (whose handle is that number too); 0 is forbidden as ambiguous. On the host only None and -1 mean
- * anything. */
+ * (whose handle is that number too); 0 is forbidden. On the host only None and -1 mean anything. */
 static int read_stream(PyObject *value, fdp_device_id own, export_request *request) {
   int64_t number = 1;
 

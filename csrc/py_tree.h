@@ -48,10 +48,10 @@ typedef struct fdp_tree_names {
 } fdp_tree_names;
 
 /* A tree owns no module that hangs below the root, so that a table of trees can be weak: between
- * calls it has their addresses only. hold() compares these with what hangs below the root now, before
- * anything is read through them, and owns all modules until release(). An address that another
- * module of the same class has taken over in the same place is no harm: a refresh reads all else
- * anew. */
+ * calls it has their addresses only. hold() compares these with what hangs below the root now,
+ * before anything is read through them, and owns all modules until release(). An address that
+ * another module of the same class has taken over in the same place is no harm: a refresh reads all
+ * else anew. */
 typedef struct fdp_tree {
   PyObject_HEAD
   bool held;

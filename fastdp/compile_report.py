@@ -17,10 +17,9 @@ def compile_report(wrapper: Any) -> Optional[Dict[str, Any]]:
     """None where nothing is to be compiled, or was so far. `backend`, None where only parts of the
     module were compiled, and not by this wrapper; `seconds` that the first steps took in all;
     `forms`, one dictionary for each thing that was compiled: `kind` ("one size", "any size" or
-    "breaks"),
-    `graphs`, `seconds` by device, `pieces` that a graph was cut into (of "one size"), `again` why a
-    GPU could not use what was compiled for another, `reason` for the breaks; `reasons` why replicas
-    run uncompiled, each once."""
+    "breaks"), `graphs`, `seconds` by device, `pieces` that a graph was cut into (of "one size"),
+    `again` why a GPU could not use what was compiled for another, `reason` for the breaks;
+    `reasons` why replicas run uncompiled, each once."""
     compiled = wrapper.__dict__.get("_fastdp_compiled")
     if compiled is not None and is_asked(wrapper):
         return compiled.report()

@@ -1,7 +1,7 @@
 /* What the CUDA kernels and their test ask of a GPU, on the host: a kernel is a function, and each
- * of its threads a turn of a loop, which is all that it takes, since no two threads of ours meet. So
- * their arithmetic is tested without a GPU, and under sanitizers. Memory is the host's, streams are
- * nothing, all work is done when a call returns. One thread. */
+ * of its threads a turn of a loop, which is all that it takes, since no two threads of ours meet.
+ * So their arithmetic is tested without a GPU, and under sanitizers. Memory is the host's, streams
+ * are nothing, all work is done when a call returns. One thread. */
 #ifndef FDP_HOST_CUDA_RUNTIME_H
 #define FDP_HOST_CUDA_RUNTIME_H
 
@@ -28,7 +28,9 @@ static dim3 threadIdx, blockIdx, gridDim;
 /* ---- arithmetic ---- */
 
 static inline float2 make_float2(float x, float y) { return float2{x, y}; }
-static inline uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint32_t)((uint64_t)a * b >> 32); }
+static inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return (uint32_t)((uint64_t)a * b >> 32);
+}
 static inline int __clz(uint32_t a) { return a ? __builtin_clz(a) : 32; }
 
 static inline float __uint_as_float(uint32_t bits) {
