@@ -51,11 +51,11 @@ def check(case, fast):
 
 
 def trained(module, dp, *inputs):
-    """(output, gradients by name, buffers) of one step."""
+    """(output, gradients by name, copies of the buffers) of one step."""
     out = dp(*inputs)
     tensors = [t for t in (out if isinstance(out, (list, tuple)) else [out]) if t.requires_grad]
     sum(t.sum() for t in tensors).backward()
-    return out, grads(module), list(module.buffers())
+    return out, grads(module), [buffer.clone() for buffer in module.buffers()]
 
 
 def run(wrap, forward, *inputs, **buffers):
