@@ -229,10 +229,11 @@ def scatter_call(
     rules: Rules = PLAIN,
     surprises: Optional[Surprises] = None,
 ) -> Tuple[Tuple[Tuple[Any, ...], ...], Tuple[Dict[str, Any], ...]]:
-    """`scatter_arguments`, unless there is no option to heed and torch's scatter was replaced."""
+    """`scatter_kwargs` under a wrapper's options, with a word about what may be a mistake; by what
+    was put in the place of torch's scatter where there is no option to heed."""
     replaced = replaced_scatter()
     if replaced is None or rules is not PLAIN:
-        return scatter_arguments(inputs, kwargs, devices, dim, rules, surprises)
+        return _scatter_arguments(inputs, kwargs, devices, dim, rules, surprises)
     ids = list(map(public_device, devices))
     rows = list(replaced(inputs, ids, dim)) if inputs else []
     named = list(replaced(kwargs, ids, dim)) if kwargs else []
@@ -240,15 +241,14 @@ def scatter_call(
     return tuple(rows), tuple(named)
 
 
-def scatter_arguments(
+def _scatter_arguments(
     inputs: Tuple[Any, ...],
     kwargs: Optional[Dict[str, Any]],
     devices: Tuple[torch.device, ...],
     dim: int,
-    rules: Rules = PLAIN,
-    surprises: Optional[Surprises] = None,
+    rules: Rules,
+    surprises: Optional[Surprises],
 ) -> Tuple[Tuple[Tuple[Any, ...], ...], Tuple[Dict[str, Any], ...]]:
-    """`scatter_kwargs` under a wrapper's options, with a word about what may be a mistake."""
     replicas = len(devices)
     found = _cuttable(inputs, rules), _cuttable(kwargs, rules)
     sizes = _sizes(found, dim)

@@ -22,6 +22,18 @@ _WARM_UPS = 4
 _STEPS = ("replicate", "parallel_apply", "gather")
 
 
+def own_method(wrapper: Any, *names: str) -> str:
+    """The first of these methods of DataParallel that the wrapper, or its class, has another in the
+    place of, or ""."""
+    from .wrapper import DataParallel
+
+    for name in names:
+        own = getattr(type(wrapper), name) is not getattr(DataParallel, name)
+        if own or name in wrapper.__dict__:
+            return name
+    return ""
+
+
 def find_obstacle(wrapper: Any, method: Optional[str]) -> str:
     """Why the forwards of this wrapper cannot be recorded, or ""."""
     if method is not None:
@@ -30,12 +42,9 @@ def find_obstacle(wrapper: Any, method: Optional[str]) -> str:
         return "gather_outputs=False and loss_weighting change what is done with the outputs"
     if wrapper.__dict__.get("_fastdp_witness") is not None:
         return "watch_replicas() looks at each replica's gradients"
-    from .wrapper import DataParallel
-
-    for name in _STEPS:
-        own = getattr(type(wrapper), name) is not getattr(DataParallel, name)
-        if own or name in wrapper.__dict__:
-            return f"{type(wrapper).__name__} has its own {name}()"
+    own = own_method(wrapper, *_STEPS)
+    if own:
+        return f"{type(wrapper).__name__} has its own {own}()"
     if parse_device(wrapper.output_device, "output_device") != wrapper.src_device_obj:
         return "output_device is not device_ids[0]"
     return ""
@@ -43,10 +52,9 @@ def find_obstacle(wrapper: Any, method: Optional[str]) -> str:
 
 def cuts_alike(wrapper: Any) -> bool:
     """Whether arguments that are alike are cut alike."""
-    from .wrapper import DataParallel
-
-    own = type(wrapper).scatter is not DataParallel.scatter or "scatter" in wrapper.__dict__
-    return not own and wrapper._fastdp_rules() is PLAIN and replaced_scatter() is None
+    if own_method(wrapper, "scatter") or replaced_scatter() is not None:
+        return False
+    return wrapper._fastdp_rules() is PLAIN
 
 
 def warm_up(wrapper: Any, inputs: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:

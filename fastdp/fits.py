@@ -7,10 +7,10 @@ from typing import Any, Dict, Hashable, NamedTuple, Optional, Sequence, Tuple
 import torch
 
 from .apply import apply_modules
-from .cuts import scatter_arguments
+from .cuts import scatter_call
 from .devices import HOST, parse_device, parse_devices
 from .diagnosis import size_text
-from .engine_choice import forked_generators
+from .engine_choice import forked_generators, own_method
 from .environment import DEFAULT_BUCKET_BYTES
 from .marks import unmarked
 from .memory import devices_of, gradients_of, held_by, scratch_bytes, tensors_in, usage
@@ -191,16 +191,14 @@ def _step_of(
 
 
 def _cut(wrapper: Any, inputs: Any, kwargs: Any) -> Tuple[Sequence[Any], Sequence[Any]]:
-    """The arguments of each replica, cut on the host and without the values."""
-    from .wrapper import DataParallel
-
+    """The arguments of each replica, cut as a forward would, but on the host and without values;
+    and without a word about what may be a mistake, which is the forward's to say."""
     count = len(wrapper.device_ids)
     inputs, kwargs = map_tensors(inputs, _empty_on_host), map_tensors(kwargs, _empty_on_host)
-    if type(wrapper).scatter is not DataParallel.scatter or "scatter" in wrapper.__dict__:
+    if own_method(wrapper, "scatter"):
         rows, named = wrapper.scatter(inputs, kwargs, ["cpu"] * count)
         return rows, named
-    rules = wrapper._fastdp_rules()
-    return scatter_arguments(inputs, kwargs, (HOST,) * count, wrapper.dim, rules)
+    return scatter_call(inputs, kwargs, (HOST,) * count, wrapper.dim, wrapper._fastdp_rules())
 
 
 def _empty_on_host(tensor: Any) -> Any:

@@ -1,13 +1,14 @@
 """dp.fits of several devices, which are pretended: who is acted out, in which order, and what is
-added up; and models whose replicas are not simply copies."""
+added up; pieces that a user's own scatter cuts; and models whose replicas are not simply copies."""
 
 import types
 
 import pytest
 import torch
-from nets import linear
+from nets import Apply, linear
 from test_fits import REPLICAS, Named, Ones, leaves, step_bytes
 from torch import nn
+from torch.nn.parallel import scatter_gather
 
 import fastdp
 from fastdp import fits
@@ -109,6 +110,64 @@ def test_scratch_between_several_gpus(monkeypatch):
 )
 def test_sizes_of_scratch_are_the_cores(size_bytes, rounded):
     assert fits._class_bytes(size_bytes) == rounded
+
+
+# Whoever cuts the arguments for a forward cuts them for the estimate.
+
+
+def lopsided(tree, target_gpus, dim=0):
+    """One row for the first of two, and all others for the second."""
+    if isinstance(tree, torch.Tensor):
+        pieces = tree.split([1, len(tree) - 1], dim)
+        return [piece.to(device) for piece, device in zip(pieces, target_gpus, strict=True)]
+    if isinstance(tree, dict):
+        rows = zip(*[lopsided(each, target_gpus) for each in tree.values()], strict=True)
+        return [dict(zip(tree, row, strict=True)) for row in rows]
+    return list(zip(*[lopsided(each, target_gpus) for each in tree], strict=True))
+
+
+def own_scatter(inputs, kwargs, device_ids):
+    return lopsided(inputs, device_ids), lopsided(kwargs, device_ids)
+
+
+class Lopsided(fastdp.DataParallel):
+    def scatter(self, inputs, kwargs, device_ids):
+        return own_scatter(inputs, kwargs, device_ids)
+
+
+@pytest.mark.parametrize("mode", fits.MODES)
+@pytest.mark.parametrize("whose", ["torchs", "subclass", "instance"])
+def test_a_scatter_of_the_users_cuts_for_the_estimate_too(whose, mode, monkeypatch):
+    seen = []
+
+    def forward(self, x, scale):
+        seen.append((tuple(x.shape), tuple(scale.shape)))
+        return self.lin(x) * scale
+
+    kind = Lopsided if whose == "subclass" else fastdp.DataParallel
+    dp = kind(Apply(forward), ["cpu"] * 2, sequential=True)
+    if whose == "torchs":
+        monkeypatch.setattr(scatter_gather, "scatter", lopsided)
+    elif whose == "instance":
+        dp.scatter = own_scatter
+    x, scale = torch.ones(60, 3).double(), torch.ones(60, 1).double()
+    fit = dp.fits(x, scale=scale, mode=mode)
+    assert seen == [((1, 3), (1, 1)), ((59, 3), (59, 1))]
+    estimated = seen[:]
+    seen.clear()
+    dp(x, scale=scale)
+    assert seen == estimated
+    sized = fastdp.DataParallel(dp.module, ["cpu"] * 2, sequential=True, chunk_sizes=[1, 59])
+    assert step_bytes(sized.fits(x, scale=scale, mode=mode)) == step_bytes(fit)
+
+
+def test_options_stand_above_a_scatter_in_torchs_place_in_an_estimate(monkeypatch):
+    monkeypatch.setattr(scatter_gather, "scatter", lopsided)
+    seen = []
+    module = Apply(lambda self, x: (seen.append(len(x)), self.lin(x))[1])
+    dp = fastdp.DataParallel(module, ["cpu"] * 2, sequential=True, chunk_sizes=[20, 40])
+    dp.fits(torch.ones(60, 3).double())
+    assert seen == [20, 40]
 
 
 # Models whose replicas are not simply copies.
