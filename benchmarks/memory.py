@@ -8,12 +8,18 @@ peaks of fastdp beside one GPU, torch's DataParallel and its DistributedDataPara
 Each way runs in a process of its own (DistributedDataParallel in one for each GPU), one after the
 other, all models in it: what one leaves behind is no other's. The models and their steps are those
 of benchmarks/step.py; batches are per GPU. Peaks are torch's, of allocated and of reserved memory,
-since the model was made, and fastdp's since it has made its estimate; "taken" is what the GPU has
-less than before the model, by the driver's count: with scratch and communicators that torch knows
-nothing of. MB are 2**20 bytes.
+since the model was made, and fastdp's since it has made its estimate.
+
+"taken" is what the GPU has less, by the driver's count, at the end of the model's steps than when
+the process had its CUDA context there and nothing else: no process group, no model. So every model
+has in it what the process keeps for all of them and torch knows nothing of: NCCL's communicators,
+fastdp's scratch, the libraries' code. Of torch's cache it has what this model filled: the cache is
+emptied before. The driver counts all processes: nothing else may run on these GPUs. MB are 2**20
+bytes.
 
 Bars (--check exits with 1 where one does not hold): each estimate is within 10 % of the measured
-peak; on the first GPU fastdp's eager steps take no more than DDP's and one set of buckets.
+peak; on the first GPU what fastdp's eager steps have allocated, and have taken, is no more than
+DDP's and one set of buckets.
 
 How long it takes, reckoned for two H200: 15 to 30 s for each way to start, a few seconds for each
 model: about 3 minutes for all. On the host torch counts nothing: there are estimates, no peaks.
@@ -24,6 +30,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -35,16 +42,14 @@ from torch import nn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+from markdown import shown_command  # noqa: E402
 from measure import keep, machine_of  # noqa: E402
+from memory_bars import DDP, OURS, bars_of, show  # noqa: E402
 from models import MODELS, STANDARD, Model  # noqa: E402
-from step import chosen_model  # noqa: E402
+from step import chosen_model, devices_of  # noqa: E402
 
-MB = 2**20
-BOUND = 0.1
 # How long a process may take for one model: the first pays for the imports, and for CUDA.
 ANSWER_S = 240.0
-
-OURS, DDP = "fastdp eager", "DDP"
 
 Chosen = Sequence[Tuple[str, int]]
 
@@ -64,6 +69,8 @@ class Way:
         if self.on_gpu:
             torch.cuda.init()  # torch has no statistics before
             torch.cuda.set_device(self.home)
+        # Before the process group, whose communicators are the way's own.
+        self._free_at_first = self._free()
         if name == DDP:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             torch.distributed.init_process_group(
@@ -71,8 +78,19 @@ class Way:
             )
 
     @property
-    def distinct(self) -> List[torch.device]:
-        return list(dict.fromkeys(self.devices))
+    def gpus(self) -> List[torch.device]:
+        """Of this process, each once."""
+        return list(dict.fromkeys(self.devices)) if self.on_gpu else []
+
+    def _free(self) -> Dict[str, int]:
+        """By device. Each has its context, if it had none, before the first is looked at."""
+        for device in self.gpus:
+            torch.cuda.synchronize(device)
+        return {str(device): torch.cuda.mem_get_info(device)[0] for device in self.gpus}
+
+    def taken(self) -> Dict[str, int]:
+        """By device: what it has less than at first."""
+        return {name: self._free_at_first[name] - free for name, free in self._free().items()}
 
     def wrap(self, module: nn.Module) -> nn.Module:
         import fastdp
@@ -90,34 +108,28 @@ class Way:
             return torch_on_host.DataParallel(module, list(range(len(self.devices))))
         return module
 
-    def read(self, peaks: bool) -> Dict[str, Dict[str, int]]:
-        """By device; nothing where nobody counts."""
-        found = {}
-        for device in self.distinct if self.on_gpu else []:
-            torch.cuda.synchronize(device)
-            free, total = torch.cuda.mem_get_info(device)
-            allocated, reserved = (
-                (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
-                if peaks
-                else (torch.cuda.memory_allocated, torch.cuda.memory_reserved)
-            )
-            found[str(device)] = {
-                "allocated": allocated(device),
-                "reserved": reserved(device),
-                "taken": total - free,
-            }
-        return found
+    def counted(self, peaks: bool) -> Dict[str, Dict[str, int]]:
+        """By device what torch counts; nothing on the host, where nobody does."""
+        allocated, reserved = (
+            (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+            if peaks
+            else (torch.cuda.memory_allocated, torch.cuda.memory_reserved)
+        )
+        return {
+            str(device): {"allocated": allocated(device), "reserved": reserved(device)}
+            for device in self.gpus
+        }
 
     def forget(self) -> None:
         gc.collect()
-        for device in self.distinct if self.on_gpu else []:
+        for device in self.gpus:
             # Under its own device: another one's memory may not be given back.
             with torch.cuda.device(device):
                 torch.cuda.empty_cache()
         self.reset()
 
     def reset(self) -> None:
-        for device in self.distinct if self.on_gpu else []:
+        for device in self.gpus:
             torch.cuda.reset_peak_memory_stats(device)
 
 
@@ -142,7 +154,7 @@ def _estimate(fit: Any, began: float) -> Dict[str, Any]:
 
 def _measured(way: Way, estimate: Dict[str, Any]) -> Dict[str, Any]:
     """The estimate with what was measured since."""
-    for name, figures in way.read(peaks=True).items():
+    for name, figures in way.counted(peaks=True).items():
         row = estimate["devices"][name]
         row["measured_bytes"] = figures["allocated"]
         row["ratio"] = row["peak_bytes"] / figures["allocated"]
@@ -150,10 +162,11 @@ def _measured(way: Way, estimate: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def train(way: Way, name: str, per_gpu: int, steps: int) -> Dict[str, Any]:
-    """One model's row: what was added to each device, and for fastdp what was estimated before."""
+    """One model's row: what was added to each device, which has "taken" of all models, and for
+    fastdp what was estimated before."""
     model = MODELS[name]
     way.forget()
-    before = way.read(peaks=False)
+    before = way.counted(peaks=False)
     torch.manual_seed(0)
     base = model.make(way.home)
     replicas = len(way.devices)
@@ -169,9 +182,13 @@ def train(way: Way, name: str, per_gpu: int, steps: int) -> Dict[str, Any]:
         way.forget()  # it runs some operators, whose memory is no step's
     for _ in range(steps):
         _step(module, model, optimizer, batch, kind)
+    taken = way.taken()
     row["added"] = {
-        device: {key: value - before[device][key] for key, value in figures.items()}
-        for device, figures in way.read(peaks=True).items()
+        device: {
+            **{key: value - before[device][key] for key, value in figures.items()},
+            "taken": taken[device],
+        }
+        for device, figures in way.counted(peaks=True).items()
     }
     if way.name == OURS:
         _measured(way, row["train"])
@@ -268,59 +285,6 @@ def _answer(pipe: Any, name: str) -> Dict[str, Any]:
         return {**over, "failed": "its process has died"}
 
 
-# What it means
-
-
-def bars_of(rows: Sequence[Dict[str, Any]], first: str) -> List[Dict[str, Any]]:
-    """The promises about one model, as far as they can be judged."""
-    found = {row["way"]: row for row in rows if "failed" not in row}
-    bars: List[Dict[str, Any]] = []
-    ours = found.get(OURS)
-    if ours is None:
-        return bars
-    for mode in ("train", "eval"):
-        for device, row in ours[mode]["devices"].items():
-            if "ratio" in row:
-                text = f"fits, {mode}, {device}: {row['ratio']:.3f} of the measured peak"
-                bars.append({"text": text, "holds": abs(row["ratio"] - 1) <= BOUND})
-    ddp = found.get(DDP)
-    if ddp is not None and first in ours["added"]:
-        for kind in ("allocated", "taken"):
-            mine, theirs = ours["added"][first][kind], ddp["added"][first][kind]
-            room = theirs + ours["bucket_bytes"]
-            text = (
-                f"{first}, {kind}: {mine / MB:.0f} MB, DDP and one set of buckets "
-                f"{theirs / MB:.0f} + {ours['bucket_bytes'] / MB:.0f} = {room / MB:.0f} MB"
-            )
-            bars.append({"text": text, "holds": mine <= room})
-    return bars
-
-
-def show(title: str, rows: Sequence[Dict[str, Any]], bars: Sequence[Dict[str, Any]]) -> None:
-    print(f"\n{title}")
-    print(f"{'':16}MB allocated, reserved, taken, for each device")
-    for row in rows:
-        if "failed" in row:
-            print(f"{row['way']:16}failed: {row['failed']}")
-            continue
-        figures = [
-            f"{device}: " + ", ".join(f"{value / MB:.0f}" for value in figures.values())
-            for device, figures in row["added"].items()
-        ]
-        print(f"{row['way']:16}{'   '.join(figures) or 'nobody counts'}")
-        for mode in ("train", "eval") if row["way"] == OURS else ():
-            for device, found in row[mode]["devices"].items():
-                measured = found.get("measured_bytes")
-                beside = "" if measured is None else f", measured {measured / MB:.1f} MB"
-                print(
-                    f"{'':16}{mode} on {device}: estimated {found['peak_bytes'] / MB:.1f} MB"
-                    f"{beside}; in {row[mode]['seconds']:.1f} s"
-                )
-    for bar in bars:
-        print(f"{'holds' if bar['holds'] else 'FAILS'}: {bar['text']}")
-    sys.stdout.flush()
-
-
 def parse(arguments: Optional[Sequence[str]]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -335,10 +299,7 @@ def parse(arguments: Optional[Sequence[str]]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.steps < 1:
         parser.error(f"--steps is {args.steps}: it must be at least 1")
-    names = args.devices.split(",")
-    if not (set(names) == {"cpu"} or all(name.isdigit() for name in names)):
-        parser.error(f"--devices: {args.devices!r} is neither numbers of GPUs nor cpu's")
-    args.devices = [torch.device("cuda", int(n)) if n.isdigit() else torch.device(n) for n in names]
+    args.devices = devices_of(args.devices, parser)
     args.models = [chosen_model(entry, parser) for entry in args.models.split(",")]
     ways = ["one GPU", "torch DP", OURS, DDP]
     if args.devices[0].type == "cuda":
@@ -354,10 +315,17 @@ def parse(arguments: Optional[Sequence[str]]) -> argparse.Namespace:
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     args = parse(arguments)
-    where = machine_of(args.devices)
-    by_way = [
-        rows_of(way, args.devices, args.models, args.steps, args.port) for way in args.ways
-    ]
+    given = sys.argv[1:] if arguments is None else arguments
+    found: Dict[str, Any] = {
+        "benchmark": "memory",
+        "command": shown_command(shlex.join(["python", "benchmarks/memory.py", *given])),
+        "machine": machine_of(args.devices),
+        "devices": [d.index if d.type == "cuda" else "cpu" for d in args.devices],
+        "models": [f"{name}:{per_gpu}" for name, per_gpu in args.models],
+        "ways": args.ways,
+    }
+    began = time.strftime("%Y-%m-%d %H:%M:%S")
+    by_way = [rows_of(way, args.devices, args.models, args.steps, args.port) for way in args.ways]
     tables = []
     first = str(args.devices[0])
     for k, (name, per_gpu) in enumerate(args.models):
@@ -365,9 +333,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         bars = bars_of(rows, first)
         title = f"{name}, {per_gpu} per GPU, devices {', '.join(map(str, args.devices))}"
         show(title, rows, bars)
-        tables.append({"title": title, "model": name, "rows": rows, "bars": bars})
-    keep(args.json, {"machine": where, "tables": tables})
-    fails = [bar["text"] for table in tables for bar in table["bars"] if not bar["holds"]]
+        head = {"title": title, "model": name, "per_gpu": per_gpu, "began": began}
+        tables.append({**head, "rows": rows, "bars": bars})
+    keep(args.json, {**found, "tables": tables})
+    fails = [bar["bar"] for table in tables for bar in table["bars"] if not bar["holds"]]
     fails += [row["failed"] for table in tables for row in table["rows"] if "failed" in row]
     if fails and args.check:
         print(f"{len(fails)} do not hold or did not run", file=sys.stderr)

@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import compiled_tables  # noqa: E402
+import memory_tables  # noqa: E402
 import move_tables  # noqa: E402
 import scaling_tables  # noqa: E402
 import step_tables  # noqa: E402
@@ -45,6 +46,7 @@ def render_steps(files: Sequence[Dict[str, Any]]) -> List[str]:
 RENDERERS: Dict[str, Callable[[Sequence[Dict[str, Any]]], List[str]]] = {
     "step": render_steps,
     "compiled": compiled_tables.render,
+    "memory": memory_tables.render,
     "comm": move_tables.render_comm,
     "input": move_tables.render_input,
     "grad_health": move_tables.render_grad_health,
