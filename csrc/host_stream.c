@@ -18,8 +18,8 @@ typedef struct host_record {
   pthread_mutex_t mutex;
   pthread_cond_t passed_cond;
   bool passed;
-  fdp_status status;                /* of the stream when it passed */
-  char message[FDP_MESSAGE_BYTES];  /* set when status is not FDP_OK */
+  fdp_status status;   /* of the stream when it passed */
+  fdp_message message; /* set when status is not FDP_OK */
   atomic_int references;
 } host_record;
 
@@ -41,7 +41,7 @@ struct fdp_stream {
   int stop;       /* written and read atomically: waits inside the stream end early */
   /* Only the stream's thread: */
   fdp_status status;
-  char message[FDP_MESSAGE_BYTES];
+  fdp_message message; /* of the status */
 };
 
 static struct timespec deadline_after_ms(int64_t milliseconds) {
@@ -96,11 +96,11 @@ static void record_drop(host_record *record) {
   free(record);
 }
 
-static void record_pass(host_record *record, fdp_status status, const char *message) {
+static void record_pass(host_record *record, fdp_status status, const fdp_message *message) {
   pthread_mutex_lock(&record->mutex);
   record->passed = true;
   record->status = status;
-  if (status != FDP_OK) memcpy(record->message, message, sizeof record->message);
+  if (status != FDP_OK) record->message = *message;
   pthread_cond_broadcast(&record->passed_cond);
   pthread_mutex_unlock(&record->mutex);
 }
@@ -125,7 +125,8 @@ static fdp_status record_wait(host_record *record, int64_t timeout_ms,
     }
   }
   if (record->passed && record->status != FDP_OK) {
-    status = fdp_fail(record->status, "%s", record->message);
+    status = record->status;
+    fdp_message_restore(&record->message);
   }
   pthread_mutex_unlock(&record->mutex);
   return status;
@@ -161,7 +162,7 @@ static void *stream_main(void *argument) {
     fdp_status status = task->run(stream, task->arguments);
     if (status != FDP_OK && stream->status == FDP_OK) {
       stream->status = status;
-      strncpy(stream->message, fdp_last_message(), sizeof stream->message - 1);
+      fdp_message_keep(&stream->message);
     }
     free(task);
     pthread_mutex_lock(&stream->mutex);
@@ -256,7 +257,7 @@ void host_event_close(fdp_event *event) {
 
 static fdp_status run_pass(fdp_stream *stream, void *arguments) {
   host_record *record = *(host_record **)arguments;
-  record_pass(record, stream->status, stream->message);
+  record_pass(record, stream->status, &stream->message);
   record_drop(record);
   return FDP_OK;
 }
@@ -316,7 +317,8 @@ fdp_status host_event_query(fdp_event *event, bool *passed) {
     pthread_mutex_lock(&record->mutex);
     *passed = record->passed;
     if (record->passed && record->status != FDP_OK) {
-      status = fdp_fail(record->status, "%s", record->message);
+      status = record->status;
+      fdp_message_restore(&record->message);
     }
     pthread_mutex_unlock(&record->mutex);
   }

@@ -54,10 +54,10 @@ void fdp_log(fdp_log_level level, const char *format, ...) {
   void *user = log_state.user;
   pthread_mutex_unlock(&log_state.mutex);
   if (!sink) return;
-  char last[FDP_MESSAGE_BYTES]; /* a sink runs anybody's code, which may fail on this thread */
-  snprintf(last, sizeof last, "%s", fdp_last_message());
+  fdp_message last; /* a sink runs anybody's code, which may fail on this thread */
+  fdp_message_keep(&last);
   sink(user, level, message);
-  (void)fdp_fail(FDP_OK, "%s", last);
+  fdp_message_restore(&last);
 }
 
 const char *fdp_log_level_name(fdp_log_level level) {

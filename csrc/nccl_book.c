@@ -257,11 +257,12 @@ static fdp_status find_set_locked(fdp_nccl_book *book, const fdp_nccl_seats *sea
 static fdp_status connect_locked(fdp_nccl_book *book, book_entry *entry, int32_t home) {
   fdp_status status = fdp_nccl_set_connect(entry->set, book->last, home, book->timeout_ms);
   if (status == FDP_OK) return FDP_OK;
-  char message[FDP_MESSAGE_BYTES];
-  snprintf(message, sizeof message, "%s", fdp_last_message());
+  fdp_message why;
+  fdp_message_keep(&why);
   keep_reason(entry, status);
   end_set_locked(book, entry, true);
-  return fdp_fail(status, "%s", message);
+  fdp_message_restore(&why);
+  return status;
 }
 
 /* Plans the seats, and has the set ready. */
@@ -319,11 +320,11 @@ fdp_status fdp_nccl_book_enter(fdp_nccl_book *book, const fdp_endpoint *home,
 }
 
 void fdp_nccl_book_leave(fdp_nccl_session *session) {
-  char message[FDP_MESSAGE_BYTES]; /* of the failure that matters */
-  snprintf(message, sizeof message, "%s", fdp_last_message());
   if (session->is_broken) {
+    fdp_message why;
+    fdp_message_keep(&why);
     end_all_locked(session->book);
-    fdp_fail(FDP_DEVICE_ERROR, "%s", message);
+    fdp_message_restore(&why);
   }
   pthread_mutex_unlock(&session->book->mutex);
 }

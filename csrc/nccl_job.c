@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <signal.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
 
@@ -36,7 +35,7 @@ static void *thread_main(void *argument) {
   fdp_status status = job->run(job);
   pthread_mutex_lock(&job->mutex);
   job->status = status;
-  snprintf(job->message, sizeof job->message, "%s", fdp_last_message());
+  fdp_message_keep(&job->message);
   job->has_ended = true;
   bool is_abandoned = job->is_abandoned;
   pthread_cond_signal(&job->ended);
@@ -82,6 +81,6 @@ bool fdp_nccl_job_run(fdp_nccl_job *job, int64_t timeout_ms, fdp_status *status)
   }
   pthread_join(thread, NULL);
   *status = job->status;
-  if (*status != FDP_OK) fdp_fail(*status, "%s", job->message);
+  if (*status != FDP_OK) fdp_message_restore(&job->message);
   return true;
 }

@@ -9,7 +9,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "limits.h"
 #include "status.h"
 
 /* Begins the struct of each kind of job, which is made by malloc and reaches nothing that the
@@ -21,7 +20,7 @@ typedef struct fdp_nccl_job {
   bool has_ended;
   bool is_abandoned;
   fdp_status status;
-  char message[FDP_MESSAGE_BYTES]; /* of the status */
+  fdp_message message; /* of the status */
 } fdp_nccl_job;
 
 void fdp_nccl_job_prepare(fdp_nccl_job *job, fdp_status (*run)(fdp_nccl_job *job));

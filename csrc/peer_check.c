@@ -203,12 +203,13 @@ static fdp_status run_check(const fdp_peer_book *book, fdp_device *a, fdp_device
   FDP_TRY(check_way(&check, 1, book->timeout_ms));
 done:
   if (status == FDP_TIMED_OUT) return status;
-  char message[FDP_MESSAGE_BYTES];
-  snprintf(message, sizeof message, "%s", fdp_last_message());
+  fdp_message why;
+  fdp_message_keep(&why);
   for (int32_t i = 0; i < 2; ++i) side_stop(&check.sides[i]);
   for (int32_t i = 0; i < 2; ++i) side_close(&check.sides[i]);
   if (pinned) a->ops->pinned_drop(a, pinned);
-  return status == FDP_OK ? FDP_OK : fdp_fail(status, "%s", message);
+  fdp_message_restore(&why);
+  return status;
 }
 
 /* --- the book --- */

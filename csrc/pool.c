@@ -3,7 +3,6 @@
 #include <assert.h>
 #include <inttypes.h>
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -332,10 +331,11 @@ fdp_status fdp_pool_give(fdp_pool *pool, fdp_buffer *buffer, fdp_stream *stream)
 fdp_status fdp_pool_give_many(fdp_pool *pool, fdp_buffer *buffer, const fdp_stream_ref *users,
                               int32_t user_count, fdp_status status) {
   if (status == FDP_OK) return give(pool, buffer, users, user_count);
-  char message[FDP_MESSAGE_BYTES]; /* of the failure that matters */
-  snprintf(message, sizeof message, "%s", fdp_last_message());
+  fdp_message why;
+  fdp_message_keep(&why);
   give(pool, buffer, users, user_count);
-  return fdp_fail(status, "%s", message);
+  fdp_message_restore(&why);
+  return status;
 }
 
 void fdp_pool_lose(fdp_pool *pool, fdp_buffer *buffer) {

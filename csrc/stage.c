@@ -1,7 +1,6 @@
 #include "stage.h"
 
 #include <assert.h>
-#include <stdio.h>
 
 int64_t fdp_stage_room_bytes(int64_t size_bytes) {
   int64_t mask = FDP_ALIGNMENT_BYTES - 1;
@@ -36,9 +35,10 @@ fdp_status fdp_stage_close(fdp_stage *stage, fdp_status status, const fdp_endpoi
   stage->buffer = NULL;
   if (!buffer) return status;
   if (status == FDP_OK) return fdp_pool_give(endpoint->pool, buffer, endpoint->stream);
-  char message[FDP_MESSAGE_BYTES]; /* of the failure that matters */
-  snprintf(message, sizeof message, "%s", fdp_last_message());
+  fdp_message why;
+  fdp_message_keep(&why);
   for (int32_t i = 0; i < reader_count; ++i) fdp_endpoint_after(&readers[i], endpoint);
   fdp_pool_give(endpoint->pool, buffer, endpoint->stream);
-  return fdp_fail(status, "%s", message);
+  fdp_message_restore(&why);
+  return status;
 }

@@ -3,8 +3,6 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-#include "limits.h"
-
 static _Thread_local char last_message[FDP_MESSAGE_BYTES];
 
 fdp_status fdp_fail(fdp_status code, const char *format, ...) {
@@ -19,6 +17,14 @@ fdp_status fdp_fail(fdp_status code, const char *format, ...) {
 }
 
 const char *fdp_last_message(void) { return last_message; }
+
+void fdp_message_keep(fdp_message *kept) {
+  snprintf(kept->text, sizeof kept->text, "%s", last_message);
+}
+
+void fdp_message_restore(const fdp_message *kept) {
+  snprintf(last_message, sizeof last_message, "%s", kept->text);
+}
 
 const char *fdp_status_name(fdp_status status) {
   switch (status) {

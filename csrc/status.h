@@ -4,6 +4,8 @@
 #ifndef FDP_STATUS_H
 #define FDP_STATUS_H
 
+#include "limits.h"
+
 typedef enum fdp_status {
   FDP_OK = 0,
   FDP_INVALID_ARGUMENT, /* the caller's mistake: message names argument, value and bound */
@@ -22,6 +24,16 @@ fdp_status fdp_fail(fdp_status code, const char *format, ...)
 
 /* The calling thread's last message; "" when it never failed. Valid until its next failure. */
 const char *fdp_last_message(void);
+
+/* A message that is kept: over what follows a failure and may fail in its turn, such as giving
+ * buffers back, or from one thread to another. */
+typedef struct fdp_message {
+  char text[FDP_MESSAGE_BYTES];
+} fdp_message;
+
+/* The calling thread's last message, kept; and made its last message again. */
+void fdp_message_keep(fdp_message *kept);
+void fdp_message_restore(const fdp_message *kept);
 
 /* "invalid argument", "out of memory", ... for logs and tests. */
 const char *fdp_status_name(fdp_status status);

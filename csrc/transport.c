@@ -1,7 +1,5 @@
 #include "transport.h"
 
-#include <stdio.h>
-
 #include "relay.h"
 
 /* More plain copies than this are quicker in one launch than one by one. */
@@ -25,8 +23,9 @@ done:
 
 fdp_status fdp_endpoint_settle(const fdp_endpoint *first, const fdp_endpoint *then,
                                fdp_status status) {
-  char message[FDP_MESSAGE_BYTES];
-  snprintf(message, sizeof message, "%s", fdp_last_message());
+  fdp_message why;
+  fdp_message_keep(&why);
   fdp_endpoint_after(first, then);
-  return fdp_fail(status, "%s", message);
+  fdp_message_restore(&why);
+  return status;
 }

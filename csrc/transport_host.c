@@ -1,6 +1,5 @@
 #include "transport_host.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "relay.h"
@@ -51,11 +50,11 @@ static fdp_status lease_close(host_lease *lease, const fdp_endpoint *source,
                               const fdp_endpoint *targets, int32_t target_count,
                               fdp_status status) {
   fdp_stream_ref users[FDP_POOL_MAX_USERS];
-  char message[FDP_MESSAGE_BYTES]; /* of the failure that came first */
+  fdp_message why; /* of the failure that came first */
   int32_t count = 0;
   bool is_in_use = false; /* by the host, for all that is known */
   if (!lease->buffer) return status;
-  snprintf(message, sizeof message, "%s", fdp_last_message());
+  fdp_message_keep(&why);
   for (int32_t i = -1; i < target_count; ++i) {
     const fdp_endpoint *user = i < 0 ? source : &targets[i];
     if (i < 0 && status == FDP_OK) continue;
@@ -65,16 +64,16 @@ static fdp_status lease_close(host_lease *lease, const fdp_endpoint *source,
       fdp_status drained = drain(user);
       if (drained == FDP_OK) continue;
       is_in_use = true;
-      status = status == FDP_OK ? drained : fdp_fail(status, "%s", message);
-      snprintf(message, sizeof message, "%s", fdp_last_message());
+      if (status != FDP_OK) continue;
+      status = drained;
+      fdp_message_keep(&why);
     }
   }
   fdp_buffer *buffer = lease->buffer;
   lease->buffer = NULL;
-  if (is_in_use) {
-    fdp_pool_lose(lease->pool, buffer);
-    return status;
-  }
+  if (is_in_use) fdp_pool_lose(lease->pool, buffer);
+  fdp_message_restore(&why);
+  if (is_in_use) return status;
   return fdp_pool_give_many(lease->pool, buffer, users, count, status);
 }
 

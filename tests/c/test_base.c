@@ -43,6 +43,14 @@ static void test_status(void) {
   longest[sizeof longest - 1] = '\0';
   fdp_fail(FDP_ABORTED, "%s", longest);
   CHECK_EQUAL(strlen(fdp_last_message()), FDP_MESSAGE_BYTES - 1);
+  fdp_message kept, empty = {""};
+  fdp_message_keep(&kept);
+  fdp_message_restore(&empty);
+  CHECK_TEXT(fdp_last_message(), "");
+  fdp_fail(FDP_TIMED_OUT, "of the cleanup");
+  CHECK_TEXT(kept.text, longest + FDP_MESSAGE_BYTES);
+  fdp_message_restore(&kept);
+  CHECK_TEXT(fdp_last_message(), longest + FDP_MESSAGE_BYTES);
 }
 
 static char logged[FDP_MESSAGE_BYTES];
