@@ -94,6 +94,18 @@ class Apply(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
+def calls_of(fast, n, args=(), kwargs=None, **options):
+    """(args, kwargs) of each replica, by rank."""
+    module = Recorder()
+    fast.wrap(module, n, sequential=True, **options)(*args, **(kwargs or {}))
+    return module.calls
+
+
+def gathered(impl, forward, n=2, x=None, **options):
+    """The wrapper's result for a forward written as a function of (self, x)."""
+    return impl.wrap(Apply(forward), n, **options)(ints(4, 3) if x is None else x)
+
+
 def same(got, want):
     """Equality of two trees of tensors: structure, types, shapes, dtypes, values."""
     if isinstance(want, torch.Tensor):

@@ -1,13 +1,12 @@
 """BEHAVIOUR C: how the replicas' results become one."""
 
 import collections
-import dataclasses
 import typing
 import warnings
 
 import pytest
 import torch
-from nets import Apply, Net, exact, grads, ints, linear, same
+from nets import Apply, Net, exact, gathered, grads, ints, linear, same
 from torch import nn
 
 row = pytest.mark.row
@@ -22,11 +21,6 @@ Out = collections.namedtuple("Out", "first second")
 class Typed(typing.NamedTuple):
     y: torch.Tensor
     rest: typing.Any = None
-
-
-def gathered(impl, forward, n=2, x=None, **options):
-    """The wrapper's result for a forward written as a function of (self, x)."""
-    return impl.wrap(Apply(forward), n, **options)(ints(4, 3) if x is None else x)
 
 
 # Scalars.
@@ -207,105 +201,6 @@ def test_other_iterables(impl):
     queue = gathered(impl, lambda s, x: collections.deque([x]))
     assert type(queue) is collections.deque
     same(queue[0], x)
-
-
-# Dataclasses and ModelOutput.
-
-
-@dataclasses.dataclass
-class Answer:
-    y: torch.Tensor
-    more: typing.Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    y: torch.Tensor
-    rest: Answer
-
-
-@dataclasses.dataclass
-class Derived:
-    y: torch.Tensor
-    double: torch.Tensor = dataclasses.field(init=False)
-
-    def __post_init__(self):
-        self.double = 2 * self.y
-
-
-@row("C6")
-def test_dataclasses_are_rebuilt_field_by_field(fast):
-    x = ints(5, 3)
-    out = gathered(fast, lambda s, x: Answer(s.lin(x), [x, {"k": None}]), 2, x)
-    assert type(out) is Answer and out.y.requires_grad
-    same(out.y, linear()(x))
-    same(out.more, [x, {"k": None}])
-
-
-@row("C6")
-def test_frozen_and_nested_dataclasses(fast):
-    x = ints(5, 3)
-    out = gathered(fast, lambda s, x: Frozen(x, Answer(x + 1, "s")), 2, x)
-    assert type(out) is Frozen and type(out.rest) is Answer and out.rest.more == ["s", "s"]
-    same((out.y, out.rest.y), (x, x + 1))
-
-
-@row("C6")
-def test_dataclass_fields_outside_init_are_gathered(fast):
-    def forward(self, x):
-        answer = Derived(x)
-        answer.double = answer.double + 1
-        return answer
-
-    x = ints(5, 3)
-    out = gathered(fast, forward, 2, x)
-    assert type(out) is Derived
-    same((out.y, out.double), (x, 2 * x + 1))
-
-
-class ModelOutput(collections.OrderedDict):
-    """The shape of transformers' class: fields are attributes and, where not None, keys."""
-
-    def __post_init__(self):
-        first, *others = (field.name for field in dataclasses.fields(self))
-        given = getattr(self, first)
-        if all(getattr(self, name) is None for name in others) and isinstance(given, (list, tuple)):
-            # Rebuilt from pairs, as by type(out)(pairs).
-            setattr(self, first, None)
-            for name, value in given:
-                setattr(self, name, value)
-        for name in (first, *others):
-            if getattr(self, name) is not None:
-                super().__setitem__(name, getattr(self, name))
-
-    def __setitem__(self, key, value):
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
-
-    def __setattr__(self, name, value):
-        if name in self.keys() and value is not None:
-            super().__setitem__(name, value)
-        super().__setattr__(name, value)
-
-
-@dataclasses.dataclass
-class Classified(ModelOutput):
-    loss: typing.Any = None
-    logits: typing.Any = None
-    hidden: typing.Any = None
-
-
-@row("C6")
-def test_model_output(fast):
-    x = ints(4, 3)
-    dp = fast.wrap(Apply(lambda s, x: Classified(s.lin(x).sum(), logits=x)), 2)
-    with pytest.warns(UserWarning, match="scalars"):
-        out = dp(x)
-    assert type(out) is Classified and list(out) == ["loss", "logits"] and out.hidden is None
-    same((out.logits, out["logits"]), (x, x))
-    assert out.loss is out["loss"] and out.loss.shape == (2,)
-    out.loss.mean().backward()
-    same(dp.module.lin.bias.grad, torch.full((2,), 2.0).double())
 
 
 # Shapes, dtypes, devices.

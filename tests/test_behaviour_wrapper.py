@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from nets import Apply, Net, exact, grads, ints, linear, same
+from output_classes import Classified
 from torch import nn
 
 import fastdp
@@ -244,11 +245,9 @@ def test_wrapper_below_a_plain_module_below_a_wrapper(impl):
 @row("F12")
 def test_trainer_like_loop(fast):
     """Dict inputs by keyword, a ragged last batch, a ModelOutput with a scalar loss, `.module`."""
-    import test_behaviour_outputs as outputs
-
     def forward(self, input_ids=None, labels=None, return_dict=True, num_items=None):
         logits = self.lin(input_ids)
-        return outputs.Classified(((logits - labels) ** 2).mean(), logits)
+        return Classified(((logits - labels) ** 2).mean(), logits)
 
     module = Apply(forward)
     dp = fast.wrap(module, 2)

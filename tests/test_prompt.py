@@ -6,7 +6,7 @@ import textwrap
 import time
 
 import pytest
-from test_behaviour_processes import HANGS_S, check
+from child_interpreter import HANGS_S, check
 
 row = pytest.mark.row
 
