@@ -2,7 +2,6 @@
 computed but what waits for what is looked at: the ways of communication, gates, and nodes that only
 several devices have. (On real GPUs the order itself is proved, test_cuda_order.py.)"""
 
-import pytest
 import torch
 from pretended_gpus import Gpus, can_pretend
 from torch import nn

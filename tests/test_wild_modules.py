@@ -9,7 +9,6 @@ import functools
 import io
 import math
 import queue
-import threading
 import types
 import typing
 
