@@ -5,6 +5,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdint.h>
 
 #if PY_VERSION_HEX < 0x030A0000
 #error "fastdp needs CPython 3.10 or newer"
@@ -52,6 +53,20 @@ static inline PyObject *fdp_py_weakref_get(PyObject *weak) {
 #else
   PyObject *object = PyWeakref_GetObject(weak);
   return object == Py_None ? NULL : Py_XNewRef(object);
+#endif
+}
+
+/* A number that changes with each write to the dictionary and that no other dictionary has (PEP
+ * 509). 0 where there is none to rely on: from 3.13 on, an attribute that is set leaves it alone. */
+static inline uint64_t fdp_py_dict_version(PyObject *dict) {
+#if PY_VERSION_HEX < 0x030D0000
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+  return ((PyDictObject *)dict)->ma_version_tag;
+#pragma GCC diagnostic pop
+#else
+  (void)dict;
+  return 0;
 #endif
 }
 

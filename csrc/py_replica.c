@@ -126,7 +126,7 @@ static int refresh_modules(fdp_replica *replica, PyObject *parameters, PyObject 
   memset(replica->bound, 0, (size_t)tree->module_count * sizeof(*replica->bound));
   replica->is_empty = false;
   for (Py_ssize_t m = 0; m < tree->module_count; m++) {
-    const fdp_attributes *attributes = &replica->attributes[m];
+    fdp_attributes *attributes = &replica->attributes[m];
     PyObject *base_dict = fdp_tree_dict_of(tree->modules[m].module);
     int result = base_dict == NULL ? -1 : 0;
     if (result == 0 && !(was_empty && fdp_attributes_current(attributes, base_dict)))

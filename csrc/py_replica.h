@@ -22,6 +22,7 @@ typedef struct fdp_attribute {
  * object. Where the replica holds something else than the base, the types are compared too. */
 typedef struct fdp_attributes {
   bool known; /* false: nothing written here counts */
+  uint64_t base_version, own_version; /* of both dictionaries when they held this; 0: not known */
   Py_ssize_t count, base_count, capacity;
   Py_ssize_t parameters, buffers; /* places of "_parameters" and "_buffers" */
   int hook_count;
@@ -46,9 +47,9 @@ typedef struct fdp_replica {
 PyObject *fdp_replica_own(const fdp_replica *replica, Py_ssize_t m, int which);
 
 /* 1 if the replica still holds what it held when `attributes` was written. */
-int fdp_attributes_untouched(const fdp_attributes *attributes, PyObject *dict);
+int fdp_attributes_untouched(fdp_attributes *attributes, PyObject *dict);
 /* 1 if the base still holds what it held then. Only of use when the replica is untouched. */
-int fdp_attributes_current(const fdp_attributes *attributes, PyObject *base_dict);
+int fdp_attributes_current(fdp_attributes *attributes, PyObject *base_dict);
 /* Makes the attributes `dict` of replica module `m` as a new replica's. What is taken out of it
  * goes into the list `trash`. */
 int fdp_attributes_sync(fdp_replica *replica, Py_ssize_t m, PyObject *base_dict, PyObject *dict,

@@ -5,7 +5,7 @@
 #ifndef FDP_PY_TREE_H
 #define FDP_PY_TREE_H
 
-#include <Python.h>
+#include "py_compat.h"
 #include <stdbool.h>
 
 /* A child of a module: its name and its place in the flattened tree, or -1 for None. */

@@ -275,6 +275,81 @@ def test_a_new_method_at_the_address_of_the_former():
         empty(tree, base, replica)
 
 
+class Plain:
+    """As much of a module as a tree knows. It has no `__setattr__`, so that Python sets attributes
+    by the quickest way it has."""
+
+    def __init__(self):
+        self._parameters, self._buffers, self._modules = {}, {}, {}
+        self.note = self.last = "base"
+
+    def modules(self):
+        return iter([self])
+
+
+def store(module, value):
+    module.note = value
+
+
+def replace_all(module, value):
+    module.__dict__ = {**module.__dict__, "note": value}
+
+
+def clear_and_update(module, value):
+    former = dict(module.__dict__)
+    module.__dict__.clear()
+    module.__dict__.update(former, note=value)
+
+
+def pop_last(module, value):
+    if module.__dict__.popitem()[0] != "last":  # a replica's mark
+        module.__dict__["last"] = value
+
+
+WRITES = {
+    "store": store,
+    "setattr": lambda module, value: setattr(module, "note", value),
+    "add": lambda module, value: setattr(module, "added", value),
+    "object": lambda module, value: object.__setattr__(module, "note", value),
+    "delete": lambda module, value: delattr(module, "note"),
+    "item": lambda module, value: module.__dict__.__setitem__("note", value),
+    "update": lambda module, value: module.__dict__.update(note=value),
+    "or": lambda module, value: module.__dict__.__ior__({"note": value}),
+    "pairs": lambda module, value: module.__dict__.__init__([("note", value)]),
+    "pop": lambda module, value: module.__dict__.pop("note"),
+    "popitem": pop_last,
+    "setdefault": lambda module, value: module.__dict__.setdefault("added", value),
+    "clear": clear_and_update,
+    "dict": replace_all,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
+@pytest.mark.parametrize("whose", ["base", "replica"])
+def test_each_way_to_write_an_attribute_is_noticed(write, whose):
+    for _ in range(50):  # Python specializes what runs often
+        store(Plain(), None)
+    base = Plain()
+    tree = _C.Tree((base,))
+    replica = new_replica(tree, base)
+    for _ in range(3):
+        for _ in range(2):
+            refresh(tree, base, replica)
+            empty(tree, base, replica)
+        refresh(tree, base, replica)
+        value = object()
+        write(base if whose == "base" else replica.modules[0], value)
+        if whose == "replica":
+            empty(tree, base, replica)
+            assert value not in replica.modules[0].__dict__.values()
+        refresh(tree, base, replica)
+        if whose == "base":
+            assert replica.modules[0].__dict__["_is_replica"] is True
+            replica_has = value in replica.modules[0].__dict__.values()
+            assert replica_has == (value in base.__dict__.values())
+            base.__dict__.update(note=None, last=None)
+
+
 def test_what_a_forward_leaves_is_dropped_by_empty():
     base = base_module()
     tree = _C.Tree(tuple(base.modules()))
