@@ -8,7 +8,7 @@
 
 PyObject *fdp_replica_own(const fdp_replica *replica, Py_ssize_t m, int which)
 {
-  return replica->own[m * FDP_OWN_COUNT + which];
+  return replica->own[m * FDP_MEMBER_COUNT + which];
 }
 
 int fdp_replica_same_key(PyObject *a, PyObject *b)
@@ -62,11 +62,11 @@ static PyObject *wanted_value(fdp_replica *replica, Py_ssize_t m, PyObject *key,
   const fdp_tree_names *names = &replica->tree->names;
   if (fdp_tree_is_name(key, names->parameters) ||
       fdp_tree_is_name(key, names->former_parameters))
-    return Py_NewRef(fdp_replica_own(replica, m, FDP_OWN_PARAMETERS));
+    return Py_NewRef(fdp_replica_own(replica, m, FDP_MEMBER_PARAMETERS));
   if (fdp_tree_is_name(key, names->buffers))
-    return Py_NewRef(fdp_replica_own(replica, m, FDP_OWN_BUFFERS));
+    return Py_NewRef(fdp_replica_own(replica, m, FDP_MEMBER_BUFFERS));
   if (fdp_tree_is_name(key, names->modules))
-    return Py_NewRef(fdp_replica_own(replica, m, FDP_OWN_MODULES));
+    return Py_NewRef(fdp_replica_own(replica, m, FDP_MEMBER_MODULES));
   if (fdp_tree_is_name(key, names->is_replica)) return Py_NewRef(Py_True);
   /* module.compile() binds it to the base: a replica runs uncompiled. */
   if (fdp_tree_is_name(key, names->compiled_call)) return Py_NewRef(Py_None);
@@ -165,7 +165,8 @@ static bool note_shared(const fdp_tree_names *names, fdp_attributes *attributes,
   if (attributes->hook_count == FDP_TREE_HOOK_NAMES ||
       !is_empty_dict_of_type(base, Py_TYPE(base)) || !is_empty_dict_of_type(own, Py_TYPE(base)))
     return false;
-  attributes->hooks[attributes->hook_count++] = place;
+  attributes->base_hooks[attributes->hook_count] = base;
+  attributes->own_hooks[attributes->hook_count++] = own;
   return true;
 }
 
@@ -210,13 +211,6 @@ int fdp_attributes_sync(fdp_replica *replica, Py_ssize_t m, PyObject *base_dict,
   return 0;
 }
 
-/* True if nobody wrote to the dictionary since it had that version. Most modules of most models set
- * no attributes in a forward: a walk of all of them was a sixth of a wrapper's time on the host. */
-static bool is_unwritten(PyObject *dict, uint64_t version)
-{
-  return version != 0 && fdp_py_dict_version(dict) == version;
-}
-
 static bool holds_base(const fdp_attributes *attributes, PyObject *base_dict)
 {
   const fdp_attribute *expected = attributes->list;
@@ -242,13 +236,13 @@ static bool holds_own(const fdp_attributes *attributes, PyObject *dict)
 int fdp_attributes_current(fdp_attributes *attributes, PyObject *base_dict)
 {
   if (!attributes->known) return 0;
-  if (!is_unwritten(base_dict, attributes->base_version)) {
+  if (!fdp_tree_is_unwritten(base_dict, attributes->base_version)) {
     if (!holds_base(attributes, base_dict)) return 0;
     attributes->base_version = fdp_py_dict_version(base_dict);
   }
   for (int i = 0; i < attributes->hook_count; i++) {
-    const fdp_attribute *hooks = &attributes->list[attributes->hooks[i]];
-    if (!is_empty_dict_of_type(hooks->base, Py_TYPE(hooks->own))) return 0;
+    PyObject *hooks = attributes->base_hooks[i];
+    if (Py_TYPE(hooks) != Py_TYPE(attributes->own_hooks[i]) || PyDict_GET_SIZE(hooks) > 0) return 0;
   }
   return 1;
 }
@@ -256,13 +250,11 @@ int fdp_attributes_current(fdp_attributes *attributes, PyObject *base_dict)
 int fdp_attributes_untouched(fdp_attributes *attributes, PyObject *dict)
 {
   if (!attributes->known) return 0;
-  if (!is_unwritten(dict, attributes->own_version)) {
+  if (!fdp_tree_is_unwritten(dict, attributes->own_version)) {
     if (!holds_own(attributes, dict)) return 0;
     attributes->own_version = fdp_py_dict_version(dict);
   }
-  for (int i = 0; i < attributes->hook_count; i++) {
-    PyObject *hooks = attributes->list[attributes->hooks[i]].own;
-    if (!is_empty_dict_of_type(hooks, Py_TYPE(hooks))) return 0;
-  }
+  for (int i = 0; i < attributes->hook_count; i++)
+    if (PyDict_GET_SIZE(attributes->own_hooks[i]) > 0) return 0;
   return 1;
 }

@@ -56,8 +56,8 @@ static inline PyObject *fdp_py_weakref_get(PyObject *weak) {
 #endif
 }
 
-/* A number that changes with each write to the dictionary and that no other dictionary has (PEP
- * 509). 0 where there is none to rely on: from 3.13 on, an attribute that is set leaves it alone. */
+/* A number that each write to the dictionary changes, and that no other dictionary has (PEP 509). 0
+ * where there is none to rely on: from 3.13 on, an attribute that is set leaves it alone. */
 static inline uint64_t fdp_py_dict_version(PyObject *dict) {
 #if PY_VERSION_HEX < 0x030D0000
 #pragma GCC diagnostic push

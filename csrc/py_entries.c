@@ -73,8 +73,7 @@ static Py_ssize_t pointer_map_index(pointer_map *map, PyObject *key, bool *added
   return map->indices[slot];
 }
 
-/* Walks one kind of dictionary ("_parameters" or "_buffers") over all modules into `list`. */
-int fdp_entries_collect(fdp_tree *tree, PyObject *name, fdp_tree_entries *list)
+int fdp_entries_collect(fdp_tree *tree, int which, fdp_tree_entries *list)
 {
   pointer_map map = {0};
   PyObject *distinct = PyList_New(0), *dict = NULL;
@@ -84,7 +83,7 @@ int fdp_entries_collect(fdp_tree *tree, PyObject *name, fdp_tree_entries *list)
   for (Py_ssize_t m = 0; m < tree->module_count; m++) {
     Py_ssize_t position = 0;
     PyObject *key, *tensor;
-    Py_XSETREF(dict, fdp_tree_member(tree->modules[m].module, name));
+    Py_XSETREF(dict, fdp_tree_member_of(tree, m, which));
     if (dict == NULL) goto done;
     while (PyDict_Next(dict, &position, &key, &tensor)) {
       bool added = false;

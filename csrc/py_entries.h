@@ -5,8 +5,8 @@
 
 #include "py_tree.h"
 
-/* Walks the dictionaries `name` of all modules into `list`. -1 with an exception. */
-int fdp_entries_collect(fdp_tree *tree, PyObject *name, fdp_tree_entries *list);
+/* Walks one of the members of all modules into `list`. -1 with an exception. */
+int fdp_entries_collect(fdp_tree *tree, int which, fdp_tree_entries *list);
 /* New reference: bytes that are equal where the same entries hold the same tensors. */
 PyObject *fdp_entries_pattern(const fdp_tree *tree);
 /* New reference: a tuple of the indices of `count` entries from `*cursor` on, which moves. */

@@ -22,7 +22,7 @@ static int count_own_references(const fdp_replica *replica, Py_ssize_t *counts)
       count_reference(replica, PyMethod_Check(value) ? PyMethod_GET_SELF(value) : value, counts);
     Py_DECREF(dict);
     position = 0;
-    while (PyDict_Next(fdp_replica_own(replica, m, FDP_OWN_MODULES), &position, &key, &value))
+    while (PyDict_Next(fdp_replica_own(replica, m, FDP_MEMBER_MODULES), &position, &key, &value))
       count_reference(replica, value, counts);
     for (Py_ssize_t c = 0; c < record->child_count; c++) {
       Py_ssize_t index = replica->tree->children[record->first_child + c].index;

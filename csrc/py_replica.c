@@ -14,8 +14,9 @@ static int sync_children(fdp_replica *replica, Py_ssize_t m, PyObject *trash)
 {
   const fdp_tree_module *record = &replica->tree->modules[m];
   const fdp_tree_child *children = &replica->tree->children[record->first_child];
-  PyObject *dict = fdp_replica_own(replica, m, FDP_OWN_MODULES), *key, *current;
+  PyObject *dict = fdp_replica_own(replica, m, FDP_MEMBER_MODULES), *key, *current;
   Py_ssize_t position = 0, seen = 0;
+  if (record->child_count == 0 && PyDict_GET_SIZE(dict) == 0) return 0; /* as most are */
   while (PyDict_Next(dict, &position, &key, &current)) {
     if (seen == record->child_count || !fdp_replica_same_key(key, children[seen].name)) break;
     PyObject *child = children[seen].index < 0
@@ -110,6 +111,7 @@ static int refresh_entries(const fdp_tree_entries *collected, Py_ssize_t *cursor
 {
   Py_ssize_t start = *cursor;
   if (base_dict == NULL) return -1;
+  if (PyDict_GET_SIZE(base_dict) == 0 && PyDict_GET_SIZE(own) == 0) return 0; /* as most are */
   int result = write_entries(collected, cursor, base_dict, own, copies, trash);
   if (result != 0) return result < 0 ? -1 : 0;
   *cursor = start;
@@ -135,12 +137,12 @@ static int refresh_modules(fdp_replica *replica, PyObject *parameters, PyObject 
       result = refresh_entries(
           &tree->parameters, &parameter_cursor,
           base_member(attributes, attributes->parameters, base_dict, tree->names.parameters),
-          fdp_replica_own(replica, m, FDP_OWN_PARAMETERS), parameters, trash);
+          fdp_replica_own(replica, m, FDP_MEMBER_PARAMETERS), parameters, trash);
     if (result == 0)
       result = refresh_entries(
           &tree->buffers, &buffer_cursor,
           base_member(attributes, attributes->buffers, base_dict, tree->names.buffers),
-          fdp_replica_own(replica, m, FDP_OWN_BUFFERS), buffers, trash);
+          fdp_replica_own(replica, m, FDP_MEMBER_BUFFERS), buffers, trash);
     Py_XDECREF(base_dict);
     if (result < 0) return -1;
   }
@@ -201,8 +203,8 @@ static int empty_module(fdp_replica *replica, Py_ssize_t m, PyObject *trash)
     result = base_dict == NULL ? -1 : fdp_attributes_sync(replica, m, base_dict, dict, trash);
   }
   if (result == 0) result = sync_children(replica, m, trash);
-  if (result == 0) result = drop_entries(fdp_replica_own(replica, m, FDP_OWN_PARAMETERS), trash);
-  if (result == 0) result = drop_entries(fdp_replica_own(replica, m, FDP_OWN_BUFFERS), trash);
+  if (result == 0) result = drop_entries(fdp_replica_own(replica, m, FDP_MEMBER_PARAMETERS), trash);
+  if (result == 0) result = drop_entries(fdp_replica_own(replica, m, FDP_MEMBER_BUFFERS), trash);
   Py_XDECREF(base_dict);
   Py_XDECREF(dict);
   return result;
@@ -212,11 +214,11 @@ static int empty_module(fdp_replica *replica, Py_ssize_t m, PyObject *trash)
 static int strip_module(fdp_replica *replica, Py_ssize_t m, PyObject *trash)
 {
   const fdp_tree_names *names = &replica->tree->names;
-  PyObject *const keys[FDP_OWN_COUNT] = {names->parameters, names->buffers, names->modules};
+  PyObject *const keys[FDP_MEMBER_COUNT] = {names->parameters, names->buffers, names->modules};
   PyObject *dict = fdp_tree_dict_of(PyTuple_GET_ITEM(replica->modules, m));
   replica->attributes[m].known = false;
   int result = dict == NULL ? -1 : fdp_replica_empty_dict(dict, trash);
-  for (int which = 0; result == 0 && which < FDP_OWN_COUNT; which++)
+  for (int which = 0; result == 0 && which < FDP_MEMBER_COUNT; which++)
     result = PyDict_SetItem(dict, keys[which], fdp_replica_own(replica, m, which));
   Py_XDECREF(dict);
   return result;
@@ -266,12 +268,12 @@ static PyObject *replica_idle(PyObject *self, PyObject *Py_UNUSED(ignored))
 static int replica_fill(fdp_replica *replica, fdp_tree *tree, PyObject *modules)
 {
   const fdp_tree_names *names = &tree->names;
-  PyObject *const members[FDP_OWN_COUNT] = {names->parameters, names->buffers, names->modules};
+  PyObject *const members[FDP_MEMBER_COUNT] = {names->parameters, names->buffers, names->modules};
   Py_ssize_t count = tree->module_count;
   replica->module_count = count;
   replica->tree = (fdp_tree *)Py_NewRef((PyObject *)tree);
   replica->modules = Py_NewRef(modules);
-  replica->own = PyMem_Calloc((size_t)(count * FDP_OWN_COUNT + 1), sizeof(PyObject *));
+  replica->own = PyMem_Calloc((size_t)(count * FDP_MEMBER_COUNT + 1), sizeof(PyObject *));
   replica->references = PyMem_Calloc((size_t)count + 1, sizeof(Py_ssize_t));
   replica->attributes = PyMem_Calloc((size_t)count + 1, sizeof(fdp_attributes));
   replica->bound = PyMem_Calloc((size_t)count + 1, sizeof(Py_ssize_t));
@@ -287,10 +289,10 @@ static int replica_fill(fdp_replica *replica, fdp_tree *tree, PyObject *modules)
                    tree->modules[m].type->tp_name);
       return -1;
     }
-    for (int which = 0; which < FDP_OWN_COUNT; which++) {
+    for (int which = 0; which < FDP_MEMBER_COUNT; which++) {
       PyObject *own = fdp_tree_member(module, members[which]);
       if (own == NULL) return -1;
-      replica->own[m * FDP_OWN_COUNT + which] = own;
+      replica->own[m * FDP_MEMBER_COUNT + which] = own;
       replica->own_count++;
     }
   }

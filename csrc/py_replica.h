@@ -6,9 +6,6 @@
 
 #include "py_tree.h"
 
-/* The dictionaries that each module of a replica has of its own. */
-enum { FDP_OWN_PARAMETERS, FDP_OWN_BUFFERS, FDP_OWN_MODULES, FDP_OWN_COUNT };
-
 /* One attribute: its name, what the base holds (NULL: nothing) and what the replica holds. */
 typedef struct fdp_attribute {
   PyObject *key, *base, *own;
@@ -25,8 +22,8 @@ typedef struct fdp_attributes {
   uint64_t base_version, own_version; /* of both dictionaries when they held this; 0: not known */
   Py_ssize_t count, base_count, capacity;
   Py_ssize_t parameters, buffers; /* places of "_parameters" and "_buffers" */
-  int hook_count;
-  Py_ssize_t hooks[FDP_TREE_HOOK_NAMES]; /* places of the dictionaries of hooks, all empty */
+  int hook_count; /* dictionaries of hooks, all empty, each of one type in base and replica */
+  PyObject *base_hooks[FDP_TREE_HOOK_NAMES], *own_hooks[FDP_TREE_HOOK_NAMES];
   fdp_attribute *list;
 } fdp_attributes;
 
@@ -35,7 +32,7 @@ typedef struct fdp_replica {
   fdp_tree *tree;
   PyObject *modules;      /* tuple of the replica's modules, in the tree's order */
   Py_ssize_t module_count;
-  Py_ssize_t own_count;   /* FDP_OWN_COUNT dictionaries of its own for each module */
+  Py_ssize_t own_count;   /* FDP_MEMBER_COUNT dictionaries for each module */
   PyObject **own;
   fdp_attributes *attributes; /* per module */
   Py_ssize_t *references; /* per module: its reference count at settle() */

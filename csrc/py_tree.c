@@ -8,6 +8,8 @@
 #include "py_entries.h"
 #include "py_gate.h"
 
+#include <string.h>
+
 static int names_fill(fdp_tree_names *names)
 {
   static const char *const hook_names[FDP_TREE_HOOK_NAMES] = {
@@ -53,20 +55,39 @@ PyObject *fdp_tree_dict_of(PyObject *module)
   return dict;
 }
 
-/* A new reference to one of the three dictionaries of a module. */
+/* Borrowed: one of the three dictionaries of a module, out of its attribute dictionary. */
+static PyObject *find_member(PyObject *module, PyObject *dict, PyObject *name)
+{
+  PyObject *member = PyDict_GetItemWithError(dict, name);
+  if (member != NULL && PyDict_Check(member)) return member;
+  if (!PyErr_Occurred())
+    PyErr_Format(PyExc_TypeError, "module of type %s has no dictionary %R (was __init__ called?)",
+                 Py_TYPE(module)->tp_name, name);
+  return NULL;
+}
+
 PyObject *fdp_tree_member(PyObject *module, PyObject *name)
 {
   PyObject *dict = fdp_tree_dict_of(module);
-  PyObject *member = NULL;
+  PyObject *member = dict == NULL ? NULL : Py_XNewRef(find_member(module, dict, name));
+  Py_XDECREF(dict);
+  return member;
+}
+
+PyObject *fdp_tree_member_of(fdp_tree *tree, Py_ssize_t m, int which)
+{
+  PyObject *const names[FDP_MEMBER_COUNT] = {tree->names.parameters, tree->names.buffers,
+                                             tree->names.modules};
+  fdp_tree_module *record = &tree->modules[m];
+  PyObject *dict = fdp_tree_dict_of(record->module);
   if (dict == NULL) return NULL;
-  member = PyDict_GetItemWithError(dict, name);
-  if (member == NULL || !PyDict_Check(member)) {
-    if (!PyErr_Occurred())
-      PyErr_Format(PyExc_TypeError, "module of type %s has no dictionary %R (was __init__ called?)",
-                   Py_TYPE(module)->tp_name, name);
-    member = NULL;
+  if (!fdp_tree_is_unwritten(dict, record->version)) {
+    memset(record->members, 0, sizeof record->members);
+    record->version = fdp_py_dict_version(dict);
   }
-  Py_XINCREF(member);
+  if (record->members[which] == NULL)
+    record->members[which] = find_member(record->module, dict, names[which]);
+  PyObject *member = Py_XNewRef(record->members[which]);
   Py_DECREF(dict);
   return member;
 }
@@ -78,8 +99,12 @@ static int module_unchanged(fdp_tree *tree, Py_ssize_t m)
   PyObject *children, *key, *child;
   Py_ssize_t position = 0, seen = 0;
   if (Py_TYPE(record->module) != record->type) return 0;
-  children = fdp_tree_member(record->module, tree->names.modules);
+  children = fdp_tree_member_of(tree, m, FDP_MEMBER_MODULES);
   if (children == NULL) return -1;
+  if (fdp_tree_is_unwritten(children, record->children_version)) {
+    Py_DECREF(children);
+    return 1;
+  }
   while (PyDict_Next(children, &position, &key, &child)) {
     fdp_tree_child *expected = &tree->children[record->first_child + seen];
     if (seen == record->child_count) break;
@@ -90,6 +115,7 @@ static int module_unchanged(fdp_tree *tree, Py_ssize_t m)
     seen++;
   }
   int same = seen == record->child_count && PyDict_GET_SIZE(children) == seen;
+  if (same) record->children_version = fdp_py_dict_version(children);
   Py_DECREF(children);
   return PyErr_Occurred() ? -1 : same;
 }
@@ -123,8 +149,8 @@ static PyObject *tree_collect(PyObject *self, PyObject *Py_UNUSED(ignored))
     PyErr_SetString(PyExc_RuntimeError, "collect: the tree is not held");
     return NULL;
   }
-  if (fdp_entries_collect(tree, tree->names.parameters, &tree->parameters) < 0 ||
-      fdp_entries_collect(tree, tree->names.buffers, &tree->buffers) < 0)
+  if (fdp_entries_collect(tree, FDP_MEMBER_PARAMETERS, &tree->parameters) < 0 ||
+      fdp_entries_collect(tree, FDP_MEMBER_BUFFERS, &tree->buffers) < 0)
     return NULL;
   PyObject *pattern = fdp_entries_pattern(tree);
   if (pattern == NULL) return NULL;
@@ -147,7 +173,7 @@ Py_ssize_t fdp_tree_index_of(fdp_tree *tree, PyObject *module)
 
 static int record_children(fdp_tree *tree, Py_ssize_t m)
 {
-  PyObject *children = fdp_tree_member(tree->modules[m].module, tree->names.modules);
+  PyObject *children = fdp_tree_member_of(tree, m, FDP_MEMBER_MODULES);
   PyObject *key, *child;
   Py_ssize_t position = 0, count;
   if (children == NULL) return -1;

@@ -14,6 +14,9 @@ typedef struct fdp_tree_child {
   Py_ssize_t index;
 } fdp_tree_child;
 
+/* The dictionaries that tell what a module has below it. */
+enum { FDP_MEMBER_PARAMETERS, FDP_MEMBER_BUFFERS, FDP_MEMBER_MODULES, FDP_MEMBER_COUNT };
+
 typedef struct fdp_tree_module {
   PyObject *module;   /* the base module: an address only, unless the tree is held, or: */
   bool is_child;      /* of one before it, which keeps it alive. Else, but for the root, the tree
@@ -22,6 +25,9 @@ typedef struct fdp_tree_module {
                          to __class__ change it */
   Py_ssize_t first_child;
   Py_ssize_t child_count;
+  uint64_t version; /* of its __dict__ when that held `members`; 0: not known */
+  PyObject *members[FDP_MEMBER_COUNT]; /* addresses only; NULL: not looked for since */
+  uint64_t children_version; /* of its "_modules" when that held these children; 0: not known */
 } fdp_tree_module;
 
 /* One entry of a "_parameters" or "_buffers" dictionary, in the order of the walk. */
@@ -79,9 +85,18 @@ static inline bool fdp_tree_is_name(PyObject *key, PyObject *name)
                          PyUnicode_Compare(key, name) == 0);
 }
 
+/* True if nobody wrote to the dictionary since it had that version. Most modules of most models set
+ * no attributes in a forward: to walk all of them was a sixth of a wrapper's time on the host. */
+static inline bool fdp_tree_is_unwritten(PyObject *dict, uint64_t version)
+{
+  return version != 0 && fdp_py_dict_version(dict) == version;
+}
+
 /* New references; NULL with an exception when the object is no module. */
 PyObject *fdp_tree_dict_of(PyObject *module);
 PyObject *fdp_tree_member(PyObject *module, PyObject *name);
+/* A new reference to one of the members of base module `m`, which somebody holds. */
+PyObject *fdp_tree_member_of(fdp_tree *tree, Py_ssize_t m, int which);
 /* The index of a base module in the tree, -1 when it is not in it (or, rarely, on error). */
 Py_ssize_t fdp_tree_index_of(fdp_tree *tree, PyObject *module);
 
