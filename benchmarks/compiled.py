@@ -18,7 +18,8 @@ compile=True and engine="auto" on the first GPU and on all, also with graphs tha
 pieces; and DDP, compiled in both ways. Steps and columns are those of benchmarks/step.py.
 
 All rivals of a model are processes of their own (benchmarks/apart.py), which compile side by side;
-with --together N those of N models do. Turns begin when all are warm, and are taken one at a time.
+with --together N those of N models do. When all have, each settles by itself, as "auto" chooses its
+engine by real steps; then turns are taken, one at a time.
 All must fit into the GPUs' memory: --together is for the small models.
 
 --limit is for the whole run, and shared out between what is still to come: a rival that is not warm
@@ -195,7 +196,9 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--backend", default=INDUCTOR, help="of torch.compile, but for DDP")
     parser.add_argument("--together", type=int, default=1, help="models that warm up together")
     # A recording comes after the watched steps, and the trial after it.
-    parser.add_argument("--warmup", type=int, default=30, help="steps of each rival")
+    parser.add_argument(
+        "--warmup", type=int, default=30, help="steps of each rival, once all have compiled"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0, help="of turns for each rival")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the whole run")

@@ -17,6 +17,7 @@ ALL, DDP = "fastdp compiled", "DDP, "
 BARS = {"mlp:64": 0.80, "resnet18:16": 0.55, "resnet50:128": 0.95, "gpt2:8": 1.00}
 BAR_ALONE = 1.02
 MOST_STEPS = 40  # in one turn
+COMPILING = 3  # steps after which a rival has compiled
 # Turns take their steps, and some more for what is around them.
 TURNS_TAKE = 1.2
 
@@ -25,15 +26,24 @@ Title = Tuple[str, int]
 
 class Kept(Contest):
     """`note` is told the rows after each round of turns. A rival's warm-up is counted from where
-    all were sent off: it may have been over before that was looked at."""
+    all were sent off: it may have been over before that was looked at. When all have compiled, each
+    takes `settling` steps with nothing beside it: by these "auto" chooses its engine."""
 
-    def __init__(self, *args: Any, note: Callable[[List[Dict[str, Any]]], None]) -> None:
+    def __init__(
+        self, *args: Any, note: Callable[[List[Dict[str, Any]]], None], settling: int
+    ) -> None:
         super().__init__(*args)
-        self._note_rows = note
+        self._note_rows, self._settling = note, settling
 
     def _warm(self, name: str) -> None:
         super()._warm(name)
         self._warm_up_s[name] = spent_s() - self._sent_s
+
+    def _plan(self, name: str) -> None:
+        rival = self._rivals[name]
+        if isinstance(rival, Apart):
+            self._memories[name] = rival.warm_up(self._settling)
+        super()._plan(name)
 
     def take_turns_until(self, ends_at: float) -> None:
         self._bounds = self._bounds._replace(ends_at=ends_at)
@@ -55,7 +65,7 @@ def entries_of(model: Title, args: argparse.Namespace) -> Dict[str, Entry]:
         own = devices[:1] if gpus == 1 else devices
         spec = Spec(way, name, per_gpu, own, gpus, args.backend)
         kind = "one GPU compiled" if way in BARE else "fastdp compiled"
-        return Entry(lambda: Apart(spec), gpus, args.warmup, {"kind": kind}, is_apart=True)
+        return Entry(lambda: Apart(spec), gpus, COMPILING, {"kind": kind}, is_apart=True)
 
     entries = {
         "one GPU, compiled": apart(DEFAULT, 1),
@@ -87,7 +97,14 @@ def take_steps(
     bounds = Bounds(args.rounds, MOST_STEPS, args.seconds, warm_by, ANSWER_S)
     gpus = len(args.devices) if args.devices[0].type == "cpu" else len(distinct(args.devices))
     contests = [
-        Kept(f"{m[0]}:{m[1]}", own, bounds, gpus, note=functools.partial(_tell, note, m))
+        Kept(
+            f"{m[0]}:{m[1]}",
+            own,
+            bounds,
+            gpus,
+            note=functools.partial(_tell, note, m),
+            settling=args.warmup,
+        )
         for m, own in zip(models, entries)
     ]
     for contest in contests:

@@ -8,6 +8,11 @@ from .asked import Asked
 from .recordings import Recording
 from .trials import Trial
 
+# A trial that eager won by less than this factor is held once more, after so many eager steps: at
+# the start of a run much else may run beside it.
+_CLOSE = 1.5
+AGAIN_AFTER = 200
+
 
 class Key(NamedTuple):
     """A signature."""
@@ -35,6 +40,25 @@ class Entry:
         self.recording: Optional[Recording] = None
         self.trial: Optional[Trial] = None
         self.times: Optional[Tuple[float, float]] = None
+        self._lost = 0  # trials
+        self._again_at: Optional[int] = None  # as many eager steps
+
+    def lose(self) -> str:
+        """Its trial was won by eager: why it is eager now."""
+        graph_ms, eager_ms = self.times or (0.0, 0.0)
+        self._lost += 1
+        said = f"eager is faster: {eager_ms:.2f} ms against {graph_ms:.2f} ms"
+        if self._lost > 1 or graph_ms >= _CLOSE * eager_ms:
+            return said
+        self._again_at = self.steps["eager"] + AGAIN_AFTER
+        return f"{said}; that was close, and is tried once more {AGAIN_AFTER} steps later"
+
+    def is_tried_again(self) -> bool:
+        """Whether a trial that was lost is to be held once more, from this step on."""
+        if self._again_at is None or self.steps["eager"] < self._again_at:
+            return False
+        self._again_at = None
+        return True
 
     def forget(self) -> None:
         self.snapshot = self.recording = self.trial = None

@@ -186,6 +186,9 @@ class Engine:
             return eager
         entry = self._entry(key)
         self._meet(entry)
+        if entry.is_tried_again():
+            self._logged = [reason for reason in self._logged if reason != entry.reason]
+            entry.reason = ""
         if entry.reason:
             if self.kind == "graph":
                 raise EngineError(_sentence(entry.reason))
@@ -271,7 +274,7 @@ class Engine:
         entry.trial = None
         graph_ms, eager_ms = entry.times
         if eager_ms < graph_ms:
-            self._give_up(entry, f"eager is faster: {eager_ms:.2f} ms against {graph_ms:.2f} ms")
+            self._give_up(entry, entry.lose())
             return True
         return False
 

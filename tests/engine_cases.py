@@ -2,7 +2,7 @@
 of wrappers, one recorded and one eager, that take the same steps and have to stay equal to the bit.
 
 On the host a stand-in records (host_recorder.py). Under "auto" the trial's clock stands still, so
-that the recorded step is kept; test_engine_choice.py has clocks that move.
+that the recorded step is kept; test_engine_trials.py has clocks that move.
 """
 
 import contextlib

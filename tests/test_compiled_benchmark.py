@@ -16,6 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import compiled_contest  # noqa: E402
 import contest  # noqa: E402
 import tables  # noqa: E402
+from apart import Apart  # noqa: E402
 from rivals import Block, Memory  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -76,7 +77,7 @@ class Rival:
     def begin(self, steps):
         pass
 
-    def warm_up(self, steps, answer_s):
+    def warm_up(self, steps, answer_s=None):
         self.answer_s = answer_s
         if self.fails_at == 0:
             raise RuntimeError("did not answer")
@@ -95,6 +96,18 @@ class Rival:
         pass
 
 
+class Alone(Rival, Apart):
+    """`warmed`: what of all the rivals was asked for, in order, before their turns."""
+
+    def __init__(self, name, warmed):
+        super().__init__(1.0)
+        self.name, self.warmed = name, warmed
+
+    def warm_up(self, steps, answer_s=None):
+        self.warmed.append((self.name, steps))
+        return super().warm_up(steps, answer_s)
+
+
 @pytest.fixture
 def taken(monkeypatch):
     """taken(rivals by name, seconds that are left) -> what was noted."""
@@ -106,7 +119,8 @@ def taken(monkeypatch):
             for name, rival in rivals.items()
         }
         monkeypatch.setattr(compiled_contest, "entries_of", lambda model, args: entries)
-        args = argparse.Namespace(devices=[torch.device("cpu")] * 2, rounds=3, seconds=2.0)
+        cpus = [torch.device("cpu")] * 2
+        args = argparse.Namespace(devices=cpus, rounds=3, seconds=2.0, warmup=9)
         ends_at = contest.spent_s() + left_s
 
         def note(model, what):
@@ -138,6 +152,12 @@ def test_what_there_is_is_noted_after_each_round_and_bars_are_judged(taken):
         (4.0 / 5.0, 0.80, True),
         (4.2 / 4.0, 1.02, False),
     ]
+
+
+def test_engines_are_chosen_when_nothing_compiles_any_more(taken):
+    warmed = []
+    taken({name: Alone(name, warmed) for name in ("one", "other")})
+    assert warmed == [("one", 2), ("other", 2), ("one", 9), ("other", 9)]
 
 
 def test_a_run_that_is_broken_off_leaves_what_it_had(taken):
