@@ -4,22 +4,32 @@ Runs on the same devices are joined: of a model's part the latest stands.
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from markdown import NONE, failures, figure, grid, kept, paragraph
+from step_tables import LABELS
 
 
 def render(files: Sequence[Dict[str, Any]]) -> List[str]:
     """Of runs in the order of their dates."""
-    parts = []
+    parts: List[str] = []
+    notes: List[str] = []
     for devices in dict.fromkeys(tuple(found["devices"]) for found in files):
         models: Dict[str, Dict[str, Any]] = {}
         for found in files:
             if tuple(found["devices"]) == devices:
                 for model, taken in found["models"].items():
                     models.setdefault(model, {}).update(taken)
-        parts += _tables(", ".join(devices), models)
-    return parts
+                if "note" in found:
+                    notes.append(found["note"])
+        parts += _tables(", ".join(devices), dict(sorted(models.items(), key=_rank)))
+    return [*parts, *map(paragraph, notes)]
+
+
+def _rank(of_model: Tuple[str, Any]) -> int:
+    """As other tables have them."""
+    known, name = list(LABELS), of_model[0].split(":")[0]
+    return known.index(name) if name in known else len(known)
 
 
 def _tables(devices: str, models: Dict[str, Dict[str, Any]]) -> List[str]:
@@ -40,6 +50,7 @@ def _tables(devices: str, models: Dict[str, Dict[str, Any]]) -> List[str]:
                 if "failed" in row
             ]
         )
+        parts += _compilations(steps)
     if times:
         counts = sorted({n for taken in times.values() for n in taken if n.isdigit()}, key=int)
         text = "Seconds that fastdp compiles for, with nothing in the compiler's caches:"
@@ -56,6 +67,27 @@ def _tables(devices: str, models: Dict[str, Dict[str, Any]]) -> List[str]:
         for bar in part.get("bars", ())
     ]
     return [*parts, *map(paragraph, kept(bars))]
+
+
+def _compilations(steps: Dict[str, Sequence[Dict[str, Any]]]) -> List[str]:
+    """How long fastdp's rivals had compiled for when their turns came."""
+    body = []
+    for model, rows in steps.items():
+        for row in rows:
+            forms = (row.get("compiled") or {}).get("forms", ())
+            seconds = [sum(each) for each in zip(*(form["seconds"].values() for form in forms))]
+            if seconds:
+                pieces = max(form["pieces"] for form in forms)
+                cells = [str(pieces), figure(seconds[0]), figure(sum(seconds))]
+                body.append([_named(model), row["rival"], *cells])
+    if not body:
+        return []
+    text = (
+        "Seconds that these compiled for, with nothing in the compiler's caches, and with the "
+        "other rivals' compilers beside them; pieces are what a graph is cut into for the overlap:"
+    )
+    head = ["Model (batch per GPU)", "rival", "pieces", "first replica", "all replicas"]
+    return [paragraph(text), grid(head, body, texts=2)]
 
 
 def _line(model: str, rows: Sequence[Dict[str, Any]], rivals: Sequence[str]) -> List[str]:

@@ -207,7 +207,11 @@ def test_tables_join_runs_and_name_what_does_not_hold():
         "date": "2026-11-30", "cores": 32, "cpu": "a CPU", "torch": "2.11", "python": "3.12",
         "fastdp": "0.1.0",
     }  # fmt: skip
-    row = {"rival": "fastdp compiled", "step_ms": 3.14159}
+    forms = [
+        {"seconds": {"cuda:0": 60.0, "cuda:1": 2.5}, "pieces": 5},
+        {"seconds": {"cuda:0": 1.0, "cuda:1": 0.5}, "pieces": 1},
+    ]
+    row = {"rival": "fastdp compiled", "step_ms": 3.14159, "compiled": {"forms": forms}}
     bar = {"bar": "fastdp compiled by DDP compiled", "measured": 0.9, "most": 0.8, "holds": False}
     steps = {"rows": [row, {"rival": "DDP, default", "failed": "out of memory"}], "bars": [bar]}
     times = {"1": {"compile_s": 12.34}, "2": {"compile_s": 13.0}, "bars": [{**bar, "holds": True}]}
@@ -220,10 +224,14 @@ def test_tables_join_runs_and_name_what_does_not_hold():
             ("time", {"mlp:64": {"time": times}}),
         )
     ]  # fmt: skip
+    files[1]["note"] = "It was a slow day."
     text = tables.render(files)
     assert "| Model (batch per GPU) | fastdp compiled | DDP, default |" in text
     assert "\n\n- mlp (64): DDP, default failed: out of memory.\n\n" in text
     assert "| mlp (64) | 3.14 | failed |" in text and "| gpt2 (8) | 3.14 | \u2013 |" in text
+    assert "| gpt2 (8) | fastdp compiled | 5 | 61.0 | 64.0 |" in text
+    assert text.index("| mlp (64) | 3.14") < text.index("| gpt2 (8) | 3.14"), "as in other tables"
+    assert "\n\nIt was a slow day.\n\n" in text
     assert "| Model (batch per GPU) | 1 replica | 2 replicas |" in text
     assert "| mlp (64) | 12.3 | 13.0 |" in text
     assert "1 of 2 promises hold; not: mlp (64): fastdp compiled by DDP compiled is 0.9" in text
