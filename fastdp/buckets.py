@@ -262,12 +262,14 @@ def make_buckets(
     unused_grad: str,
     apart: Sequence[FlatWeights] = (),
     transport: Optional[str] = None,
+    first_bytes: Optional[int] = None,
 ) -> List[Bucket]:
-    """Buckets of at most `limit_bytes` (one larger tensor makes its own, and so do the weights of
-    an RNN, `apart`), each of one dtype and one requires_grad, for all tensors but those at the
-    places `left_out`. The first `parameter_count` tensors are parameters. Buckets with buffers come
-    first, since a replica 0 that updates a buffer in place has to wait until it was read; then in
-    the order of their first tensors. Within a bucket order is of no matter."""
+    """Buckets of at most `limit_bytes`, the first that is begun of `first_bytes`, each of one dtype
+    and one requires_grad, for all tensors but those at the places `left_out`; one larger tensor
+    makes its own, and so do the weights of an RNN, `apart`. The first `parameter_count` tensors are
+    parameters. Buckets with buffers come first, since a replica 0 that updates a buffer in place
+    has to wait until it was read; then in the order of their first tensors. Within a bucket order
+    is of no matter."""
     open_buckets: dict = {}
     made: List[List[int]] = []
     flats = {flat.places: flat for flat in apart}
@@ -277,12 +279,12 @@ def make_buckets(
             continue
         key = (tensor.dtype, tensor.requires_grad)
         size_bytes = tensor.numel() * tensor.element_size()
-        group, filled = open_buckets.get(key, (None, 0))
-        if group is None or filled + size_bytes > limit_bytes:
-            group, filled = [], 0
+        group, room = open_buckets.get(key, (None, 0))
+        if group is None or size_bytes > room:
+            group, room = [], limit_bytes if made or first_bytes is None else first_bytes
             made.append(group)
         group.append(place)
-        open_buckets[key] = (group, filled + size_bytes)
+        open_buckets[key] = group, room - size_bytes
     for group in made:
         # Alike ones side by side: their slots are made by one split (csrc/py_slots.h).
         group.sort(key=lambda place: _row_of(tensors[place]))
