@@ -139,6 +139,8 @@ def check_fit(tensors: Sequence[torch.Tensor], dim: int, path: str) -> None:
             f"dimension {dim}"
         )
     for rank, tensor in enumerate(tensors):
+        if tensor.shape == first.shape and tensor.dtype == first.dtype:
+            continue  # as nearly always
         if tensor.is_complex() != first.is_complex():
             raise RuntimeError(
                 f"{path} has dtype {first.dtype} on replica 0 but {tensor.dtype} on replica {rank}"
@@ -183,13 +185,15 @@ class Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Optional[torch.Tensor]) -> Any:
-        flat = ctx.bucket.take_for_sums()  # before the waits, as in a forward
-        gradients = _unpacked(gradients[:-1], ctx.linked, ctx.bucket.count)
-        with ctx.bucket.communication.in_backward(ctx.compute, gradients):
-            if ctx.bucket.communication.witness is not None:
-                ctx.bucket.communication.witness.look(gradients, ctx.bucket.count)
-            with bucket_phase("reduce", ctx.bucket.number):
-                sums = _reduced(ctx.bucket, ctx.compute, flat, gradients)
+        bucket, compute = ctx.bucket, ctx.compute
+        communication = bucket.communication
+        flat = bucket.take_for_sums()  # before the waits, as in a forward
+        gradients = _unpacked(gradients[:-1], ctx.linked, bucket.count)
+        with communication.in_backward(compute, gradients):
+            if communication.witness is not None:
+                communication.witness.look(gradients, bucket.count)
+            with bucket_phase("reduce", bucket.number):
+                sums = _reduced(bucket, compute, flat, gradients)
         return (None, None, None, None, None, *sums)
 
 

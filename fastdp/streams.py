@@ -29,7 +29,6 @@ from typing import (
     Dict,
     FrozenSet,
     Iterable,
-    Iterator,
     List,
     Optional,
     Sequence,
@@ -92,9 +91,10 @@ class current:
         self._set(self._before)
 
     def _set(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        for stream in streams:
-            torch.cuda.set_stream(stream)
-        torch.cuda.set_device(self._device)
+        for stream in reversed(streams):
+            torch.cuda.set_stream(stream)  # its device becomes current, too
+        if not streams or streams[0].device.index != self._device:
+            torch.cuda.set_device(self._device)
 
 
 class _Lent(current):
@@ -120,7 +120,7 @@ _events: Dict[Tuple[int, torch.device], torch.cuda.Event] = {}
 def wait_for(then: torch.cuda.Stream, first: torch.cuda.Stream) -> None:
     """What follows on `then` runs after all that was enqueued on `first` so far:
     `then.wait_stream(first)` without a new event."""
-    if then == first:
+    if then is first or then == first:  # torch compares streams in Python
         return
     key = threading.get_ident(), first.device
     event = _events.get(key)
@@ -180,7 +180,7 @@ class Snapshot:
         elsewhere = []
         for stream in others:
             here = current_stream(stream.device)
-            if here != stream:
+            if here is not stream and here != stream:
                 wait_for(stream, here)
                 elsewhere.append(stream)
             if node is not None:
@@ -282,20 +282,25 @@ class Communication:
             self._beside(snapshot, gradients, spreads), streams, "a bucket in a backward"
         )
 
-    @contextlib.contextmanager
-    def _beside(self, snapshot: Snapshot, gradients: Any, spreads: bool) -> Iterator[None]:
-        node = current_stream(self.home)
+    def _beside(
+        self, snapshot: Snapshot, gradients: Any, spreads: bool
+    ) -> ContextManager[None]:
+        return _Beside(self, snapshot, gradients, spreads)
+
+    def _wait_in_backward(
+        self, node: torch.cuda.Stream, snapshot: Snapshot
+    ) -> List[torch.cuda.Stream]:
+        """All streams of a node's backward, home's the node's own. They wait for what comes before
+        it."""
         streams = [node if s.device == self.home else s for s in self._streams]
         for stream, compute in zip(streams, snapshot.streams):
             wait_for(stream, compute)
             if stream is not node:
                 here = current_stream(stream.device)
-                if here != compute:
+                if here is not compute and here != compute:
                     wait_for(stream, here)
                 wait_for(stream, node)
-        with _Lent(streams) if spreads else current(streams):
-            yield
-        self._retire(snapshot, node, streams, gradients)
+        return streams
 
     def _event(self, device: torch.device) -> torch.cuda.Event:
         with self._lock:
@@ -327,7 +332,9 @@ class Communication:
         """Gradients that were read go back, but those of the last `keep` buckets."""
         with self._lock:
             count = len(self._retiring) - keep
-            over, self._retiring = self._retiring[: max(count, 0)], self._retiring[max(count, 0) :]
+            if count <= 0:
+                return
+            over, self._retiring = self._retiring[:count], self._retiring[count:]
         for reads, _ in over:
             for compute, event in reads:
                 compute.wait_event(event)
@@ -335,6 +342,33 @@ class Communication:
             for reads, _ in over:
                 for compute, event in reads:
                     self._spare.setdefault(compute.device, []).append(event)
+
+
+class _Beside:
+    """Around the moves of a node's backward beside compute (`Communication.in_backward`). No
+    generator: its context would cost each bucket as much as a wait does."""
+
+    __slots__ = ("_communication", "_what", "_spreads", "_node", "_streams", "_current")
+
+    def __init__(
+        self, communication: Communication, snapshot: Snapshot, gradients: Any, spreads: bool
+    ) -> None:
+        self._communication = communication
+        self._what = snapshot, gradients
+        self._spreads = spreads
+
+    def __enter__(self) -> None:
+        snapshot, _ = self._what
+        self._node = current_stream(self._communication.home)
+        self._streams = self._communication._wait_in_backward(self._node, snapshot)
+        self._current = (_Lent if self._spreads else current)(self._streams)
+        self._current.__enter__()
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        self._current.__exit__(kind, *error)
+        if kind is None:
+            snapshot, gradients = self._what
+            self._communication._retire(snapshot, self._node, self._streams, gradients)
 
 
 _held: List[Tuple[List[torch.cuda.Event], torch.Tensor]] = []

@@ -145,6 +145,8 @@ def _check_kinds(outputs: Sequence[Any], path: str) -> None:
     """None or a tensor on one replica and something else on another would be lost silently."""
     first = outputs[0]
     for rank, out in enumerate(outputs):
+        if type(out) is type(first):
+            continue
         for kind in (torch.Tensor, type(None)):
             if isinstance(out, kind) != isinstance(first, kind):
                 raise ValueError(

@@ -357,6 +357,19 @@ def test_a_thread_uses_one_event_for_each_device(cuda):
     assert cuda.log == ["c0 waits for c1", "c1 waits for c0"] * 5 and len(cuda.made) == 2
 
 
+@pytest.mark.parametrize("left_on", [0, 1, 2])
+@pytest.mark.parametrize("device", [0, 1, 2])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1,), (0,), ()])
+def test_the_current_device_stays_what_it_is(cuda, device, left_on, order):
+    own = [Stream(f"s{index}", GPUS[index], cuda.log) for index in order]
+    cuda.device = device
+    with streams.current(own):
+        assert cuda.device == device
+        assert [cuda.current[stream.device] for stream in own] == own
+        cuda.device = left_on  # what runs there may change it
+    assert cuda.names() == ["c0", "c1"] and cuda.device == device
+
+
 def test_streams_are_put_back_after_an_interrupt(cuda, monkeypatch):
     """One that comes between two streams, where no `with` would call __exit__."""
     s0, s1 = Stream("s0", GPUS[0], cuda.log), Stream("s1", GPUS[1], cuda.log)
