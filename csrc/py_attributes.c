@@ -1,6 +1,7 @@
 /* The attributes of one module of a replica, made as its base's: see py_replica.h. A sync walks the
  * dictionaries of both side by side and writes what differs; then it notes what both hold, so that
- * the next walks can do with one dictionary each, and write nothing.
+ * the next walks can do with one dictionary each, and write nothing. A dictionary that nobody wrote
+ * to since is not walked at all.
  *
  * Whatever is taken out of a dictionary is put into a list that is dropped at the very end:
  * dropping a tensor can run any code, and no dictionary is being walked then. */

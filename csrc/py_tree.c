@@ -2,8 +2,8 @@
  * which tensors are there now?), Replica.refresh (py_replica.c) is the second.
  *
  * Why in C: a ResNet-50 has some 3,500 attributes. nn.DataParallel copies them all, for each
- * replica and each forward; walking the dictionaries of base and replica side by side and writing
- * what differs costs a hundredth of that (benchmarks/host_cost.py). */
+ * replica and each forward; walking the dictionaries that somebody wrote to, base and replica side
+ * by side, and writing what differs costs a hundredth of that (benchmarks/host_cost.py). */
 #include "py_awaited.h"
 #include "py_entries.h"
 #include "py_gate.h"

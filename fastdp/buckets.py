@@ -54,6 +54,7 @@ class Bucket:
         self.core = _C.Bucket(tuple(tensors), flat.offsets if flat else None, transport)
         self.count = len(self.places)
         self._are_parameters = all(self.parameters)
+        self._are_plain_buffers = not any(self.parameters) and not self.requires_grad
         self._looks_first = False
         # The exchange table's tensors are the host's: torch's allocator knows nothing of them.
         self._makes_views = self.device.type == "cpu"
@@ -142,6 +143,8 @@ class Bucket:
         if self._are_parameters:
             as_parameter = _torch_compat.as_parameter
             return list(_C.aliases(tuple(tensors), torch.nn.Parameter, as_parameter))
+        if self._are_plain_buffers:
+            return list(tensors)  # as `_named` has each of them
         return [self._named(k, tensor) for k, tensor in enumerate(tensors)]
 
     def _named(self, k: int, tensor: torch.Tensor) -> torch.Tensor:

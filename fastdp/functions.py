@@ -13,7 +13,7 @@ parameters were used, which gives them the zeros that nn.DataParallel gives.
 from __future__ import annotations
 
 import warnings
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -222,7 +222,7 @@ def _unpacked(gradients: Gradients, linked: Sequence[bool], count: int) -> Gradi
             parcel = next(rest)
             rows.append((None,) * count if parcel is None else parcel.fastdp_gradients)
         else:
-            rows.append([next(rest) for _ in range(count)])
+            rows.append(tuple(islice(rest, count)))
     return tuple(chain.from_iterable(rows))
 
 
