@@ -130,5 +130,41 @@ class _Call:
     def _run(self) -> Any:
         if self.stream is None:
             return self.module(*self.inputs, **self.kwargs)
-        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+        with _On(self.stream):
             return self.module(*self.inputs, **self.kwargs)
+
+
+class _On:
+    """Around a replica's forward: its stream and that stream's device are current; afterwards what
+    was current before, whatever the forward left. As `torch.cuda.device` and `torch.cuda.stream`
+    do it, which make objects for what is current and set what is set already, at the cost of some
+    launches for each replica."""
+
+    __slots__ = ("_stream", "_before", "_device")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._device: Any = None  # where another device was current: what puts it back
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        self._before = current_stream(stream.device)
+        try:
+            if torch.cuda.current_device() != stream.device.index:
+                # Not by set_device(), which would begin to use a GPU that is left alone.
+                self._device = torch.cuda.device(stream.device.index)
+                self._device.__enter__()
+            if self._before is not stream:
+                torch.cuda.set_stream(stream)
+        except BaseException:  # an interrupt: __exit__ will not be called
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        device = self._stream.device
+        if current_stream(device) is not self._before:
+            torch.cuda.set_stream(self._before)
+        if self._device is not None:
+            self._device.__exit__(None, None, None)
+        elif torch.cuda.current_device() != device.index:
+            torch.cuda.set_device(device.index)
