@@ -1,6 +1,5 @@
-/* The pack of transport_peer.c: a bucket leaves home's memory once, packed or as the one tensor
- * that it is, and every device pulls it from there or from its peers. The streams are as in
- * transport.h. */
+/* The pack of transport_peer.c: a bucket leaves home's memory once, packed, and every device pulls
+ * it from there or from its peers. The streams are as in transport.h. */
 #ifndef FDP_PEER_PACK_H
 #define FDP_PEER_PACK_H
 
