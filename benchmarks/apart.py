@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 import traceback
 from typing import Any, Callable, Dict, List, NamedTuple
@@ -62,6 +63,10 @@ def _made(spec: Spec) -> Compiled:
         from fastdp import compile_graphs
 
         compile_graphs.MAX_PIECES = 1
+    if spec.way not in BARE:
+        from fastdp import engine_entries
+
+        engine_entries.AGAIN_AFTER = sys.maxsize  # no second trial among the turns
     if spec.way in BARE:
         wrap = bare_wrap(spec.way, spec.backend)
     else:

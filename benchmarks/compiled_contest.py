@@ -40,9 +40,8 @@ class Kept(Contest):
         self._warm_up_s[name] = spent_s() - self._sent_s
 
     def _plan(self, name: str) -> None:
-        rival = self._rivals[name]
-        if isinstance(rival, Apart):
-            self._memories[name] = rival.warm_up(self._settling)
+        if self._entries[name].is_apart:
+            self._memories[name] = self._rivals[name].warm_up(self._settling)
         super()._plan(name)
 
     def take_turns_until(self, ends_at: float) -> None:
@@ -78,7 +77,7 @@ def entries_of(model: Title, args: argparse.Namespace) -> Dict[str, Entry]:
         make = functools.partial(Distributed, name, devices, per_gpu, mode, args.port)
         args.port += 1
         facts = {"kind": "DDP compiled"}
-        entries[DDP + mode] = Entry(make, n, args.warmup, facts, is_apart=True)
+        entries[DDP + mode] = Entry(make, n, COMPILING, facts, is_apart=True)
     return chosen(entries, args.only)
 
 

@@ -75,10 +75,14 @@ def _compilations(steps: Dict[str, Sequence[Dict[str, Any]]]) -> List[str]:
     for model, rows in steps.items():
         for row in rows:
             forms = (row.get("compiled") or {}).get("forms", ())
-            seconds = [sum(each) for each in zip(*(form["seconds"].values() for form in forms))]
+            seconds: Dict[str, float] = {}
+            for form in forms:
+                for device, taken in form["seconds"].items():
+                    seconds[device] = seconds.get(device, 0.0) + taken
             if seconds:
                 pieces = max(form["pieces"] for form in forms)
-                cells = [str(pieces), figure(seconds[0]), figure(sum(seconds))]
+                first = next(iter(seconds.values()))
+                cells = [str(pieces), figure(first), figure(sum(seconds.values()))]
                 body.append([_named(model), row["rival"], *cells])
     if not body:
         return []

@@ -162,7 +162,7 @@ def _measured(way: Way, estimate: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def train(way: Way, name: str, per_gpu: int, steps: int) -> Dict[str, Any]:
-    """One model's row: what was added to each device, which has "taken" of all models, and for
+    """One model's row: what was added to each device, with "taken" of all models so far, and for
     fastdp what was estimated before."""
     model = MODELS[name]
     way.forget()

@@ -38,7 +38,7 @@ CALLS = {
     "deliver": "waits",
     "in_backward": "waits",
     "_ordered": "waits",
-    "_beside": "waits",
+    "_Beside": "waits",
     "around": "waits",
     "close": "waits",
     "check": "waits",

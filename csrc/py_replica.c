@@ -1,7 +1,7 @@
 /* Replica: one replica of a Tree, refreshed for every forward by one call. A refresh walks the
- * dictionaries of base and replica side by side and writes what differs, so that an edit of the
- * base is seen and an edit that the replica's last forward made is dropped, as if the replica had
- * just been made. Used under the GIL, one call at a time per replica. No streams.
+ * dictionaries that somebody wrote to, base and replica side by side, and writes what differs, so
+ * that an edit of the base is seen and an edit that the replica's last forward made is dropped, as
+ * if the replica had just been made. Used under the GIL, one call at a time per replica. No streams.
  *
  * Whatever is taken out of a dictionary is put into a list that is dropped at the very end:
  * dropping a tensor can run any code, and no dictionary is being walked then. */
@@ -124,15 +124,12 @@ static int refresh_modules(fdp_replica *replica, PyObject *parameters, PyObject 
 {
   fdp_tree *tree = replica->tree;
   Py_ssize_t parameter_cursor = 0, buffer_cursor = 0;
-  bool was_empty = replica->is_empty;
   memset(replica->bound, 0, (size_t)tree->module_count * sizeof(*replica->bound));
-  replica->is_empty = false;
   for (Py_ssize_t m = 0; m < tree->module_count; m++) {
-    fdp_attributes *attributes = &replica->attributes[m];
+    const fdp_attributes *attributes = &replica->attributes[m];
     PyObject *base_dict = fdp_tree_dict_of(tree->modules[m].module);
-    int result = base_dict == NULL ? -1 : 0;
-    if (result == 0 && !(was_empty && fdp_attributes_current(attributes, base_dict)))
-      result = sync_module(replica, m, base_dict, trash);
+    /* Also after empty(): somebody may hold a module's __dict__, or a weak reference to it. */
+    int result = base_dict == NULL ? -1 : sync_module(replica, m, base_dict, trash);
     if (result == 0)
       result = refresh_entries(
           &tree->parameters, &parameter_cursor,
@@ -213,13 +210,12 @@ static int empty_module(fdp_replica *replica, Py_ssize_t m, PyObject *trash)
 /* Leaves a module nothing but its own dictionaries: the next refresh writes the rest. */
 static int strip_module(fdp_replica *replica, Py_ssize_t m, PyObject *trash)
 {
-  const fdp_tree_names *names = &replica->tree->names;
-  PyObject *const keys[FDP_MEMBER_COUNT] = {names->parameters, names->buffers, names->modules};
   PyObject *dict = fdp_tree_dict_of(PyTuple_GET_ITEM(replica->modules, m));
   replica->attributes[m].known = false;
   int result = dict == NULL ? -1 : fdp_replica_empty_dict(dict, trash);
   for (int which = 0; result == 0 && which < FDP_MEMBER_COUNT; which++)
-    result = PyDict_SetItem(dict, keys[which], fdp_replica_own(replica, m, which));
+    result = PyDict_SetItem(dict, fdp_tree_member_name(&replica->tree->names, which),
+                            fdp_replica_own(replica, m, which));
   Py_XDECREF(dict);
   return result;
 }
@@ -237,7 +233,6 @@ static PyObject *replica_empty(PyObject *self, PyObject *strip)
   for (Py_ssize_t m = 0; strips && result == 0 && m < replica->tree->module_count; m++)
     result = strip_module(replica, m, trash);
   Py_XDECREF(trash);
-  replica->is_empty = result == 0 && !strips;
   if (result < 0) return NULL;
   Py_RETURN_NONE;
 }
@@ -267,8 +262,6 @@ static PyObject *replica_idle(PyObject *self, PyObject *Py_UNUSED(ignored))
 
 static int replica_fill(fdp_replica *replica, fdp_tree *tree, PyObject *modules)
 {
-  const fdp_tree_names *names = &tree->names;
-  PyObject *const members[FDP_MEMBER_COUNT] = {names->parameters, names->buffers, names->modules};
   Py_ssize_t count = tree->module_count;
   replica->module_count = count;
   replica->tree = (fdp_tree *)Py_NewRef((PyObject *)tree);
@@ -290,7 +283,7 @@ static int replica_fill(fdp_replica *replica, fdp_tree *tree, PyObject *modules)
       return -1;
     }
     for (int which = 0; which < FDP_MEMBER_COUNT; which++) {
-      PyObject *own = fdp_tree_member(module, members[which]);
+      PyObject *own = fdp_tree_member(module, fdp_tree_member_name(&tree->names, which));
       if (own == NULL) return -1;
       replica->own[m * FDP_MEMBER_COUNT + which] = own;
       replica->own_count++;

@@ -37,7 +37,6 @@ typedef struct fdp_replica {
   fdp_attributes *attributes; /* per module */
   Py_ssize_t *references; /* per module: its reference count at settle() */
   Py_ssize_t *bound;      /* per module: methods of it that this refresh wrote */
-  bool is_empty;          /* since empty() nobody has held a module: its attributes are as noted */
 } fdp_replica;
 
 /* Borrowed: one of the own dictionaries of module `m`. */

@@ -76,8 +76,6 @@ PyObject *fdp_tree_member(PyObject *module, PyObject *name)
 
 PyObject *fdp_tree_member_of(fdp_tree *tree, Py_ssize_t m, int which)
 {
-  PyObject *const names[FDP_MEMBER_COUNT] = {tree->names.parameters, tree->names.buffers,
-                                             tree->names.modules};
   fdp_tree_module *record = &tree->modules[m];
   PyObject *dict = fdp_tree_dict_of(record->module);
   if (dict == NULL) return NULL;
@@ -86,7 +84,8 @@ PyObject *fdp_tree_member_of(fdp_tree *tree, Py_ssize_t m, int which)
     record->version = fdp_py_dict_version(dict);
   }
   if (record->members[which] == NULL)
-    record->members[which] = find_member(record->module, dict, names[which]);
+    record->members[which] =
+        find_member(record->module, dict, fdp_tree_member_name(&tree->names, which));
   PyObject *member = Py_XNewRef(record->members[which]);
   Py_DECREF(dict);
   return member;
@@ -311,11 +310,10 @@ static PyObject *tree_entries(PyObject *self, PyObject *Py_UNUSED(ignored))
   PyObject *found = PyList_New(0);
   Py_ssize_t parameter_cursor = 0, buffer_cursor = 0;
   for (Py_ssize_t m = 0; found != NULL && m < tree->module_count; m++) {
-    PyObject *module = tree->held ? tree->modules[m].module : NULL;
     PyObject *parameters = NULL, *buffers = NULL, *row = NULL;
-    if (module == NULL) PyErr_SetString(PyExc_RuntimeError, "entries: the tree is not held");
-    if (module != NULL) parameters = fdp_tree_member(module, tree->names.parameters);
-    if (parameters != NULL) buffers = fdp_tree_member(module, tree->names.buffers);
+    if (!tree->held) PyErr_SetString(PyExc_RuntimeError, "entries: the tree is not held");
+    if (tree->held) parameters = fdp_tree_member_of(tree, m, FDP_MEMBER_PARAMETERS);
+    if (parameters != NULL) buffers = fdp_tree_member_of(tree, m, FDP_MEMBER_BUFFERS);
     Py_ssize_t parameter_count = parameters == NULL ? 0 : PyDict_GET_SIZE(parameters);
     Py_ssize_t buffer_count = buffers == NULL ? 0 : PyDict_GET_SIZE(buffers);
     if (buffers != NULL && parameter_cursor + parameter_count <= tree->parameters.count &&

@@ -79,6 +79,12 @@ extern PyType_Spec fdp_replica_spec;
 
 /* True if a key of an attribute dictionary is that name. Most keys are interned and are compared by
  * their address; those of an unpickled module are not. */
+static inline PyObject *fdp_tree_member_name(const fdp_tree_names *names, int which)
+{
+  if (which == FDP_MEMBER_PARAMETERS) return names->parameters;
+  return which == FDP_MEMBER_BUFFERS ? names->buffers : names->modules;
+}
+
 static inline bool fdp_tree_is_name(PyObject *key, PyObject *name)
 {
   return key == name || (PyUnicode_Check(key) && !PyUnicode_CHECK_INTERNED(key) &&

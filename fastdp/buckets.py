@@ -267,7 +267,7 @@ def make_buckets(
     transport: Optional[str] = None,
     first_bytes: Optional[int] = None,
 ) -> List[Bucket]:
-    """Buckets of at most `limit_bytes`, the first that is begun of `first_bytes`, each of one dtype
+    """Buckets of at most `limit_bytes`, the first parameter's of `first_bytes`, each of one dtype
     and one requires_grad, for all tensors but those at the places `left_out`; one larger tensor
     makes its own, and so do the weights of an RNN, `apart`. The first `parameter_count` tensors are
     parameters. Buckets with buffers come first, since a replica 0 that updates a buffer in place
@@ -284,7 +284,7 @@ def make_buckets(
         size_bytes = tensor.numel() * tensor.element_size()
         group, room = open_buckets.get(key, (None, 0))
         if group is None or size_bytes > room:
-            group, room = [], limit_bytes if made or first_bytes is None else first_bytes
+            group, room = [], limit_bytes if place or first_bytes is None else first_bytes
             made.append(group)
         group.append(place)
         open_buckets[key] = group, room - size_bytes

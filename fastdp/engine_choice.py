@@ -23,8 +23,7 @@ _STEPS = ("replicate", "parallel_apply", "gather")
 
 
 def own_method(wrapper: Any, *names: str) -> str:
-    """The first of these methods of DataParallel that the wrapper, or its class, has another in the
-    place of, or ""."""
+    """The first of these methods of DataParallel that the wrapper or its class overrides, or ""."""
     from .wrapper import DataParallel
 
     for name in names:

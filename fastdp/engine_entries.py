@@ -33,7 +33,7 @@ class Entry:
         self.steps: Dict[str, int] = {"eager": 0, "graph": 0}
         self.watched = 0
         self.restarts = 0
-        self.reason = ""  # why it is eager for good
+        self.reason = ""  # why it is eager, for good or until it is tried again
         self.note = ""  # why the last eager step was, where a recorded one had been there
         self.snapshot: Any = None
         self.asked = Asked()

@@ -3,7 +3,8 @@
 A signature (signatures.py) is met, watched for some eager steps (watch.py), then recorded
 (recordings.py). Under "auto" the recorded step is then timed against the eager one on real steps,
 and the faster stays; under "graph" it is used at once, and what cannot be recorded raises. A
-signature that went back to eager stays there; the reason is logged once and stands in the report.
+signature that went back to eager stays there, unless it lost a trial by little (engine_entries.py);
+the reason is logged once and stands in the report.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any, Dict, Hashable, NamedTuple, Optional, Sequence, Tuple
 import torch
 
 from .apply import apply_modules
-from .cuts import scatter_call
+from .cuts import replaced_scatter, scatter_call
 from .devices import HOST, parse_device, parse_devices
 from .diagnosis import size_text
 from .engine_choice import forked_generators, own_method
@@ -192,13 +192,18 @@ def _step_of(
 
 def _cut(wrapper: Any, inputs: Any, kwargs: Any) -> Tuple[Sequence[Any], Sequence[Any]]:
     """The arguments of each replica, cut as a forward would, but on the host and without values;
-    and without a word about what may be a mistake, which is the forward's to say."""
-    count = len(wrapper.device_ids)
-    inputs, kwargs = map_tensors(inputs, _empty_on_host), map_tensors(kwargs, _empty_on_host)
+    and without a word about what may be a mistake, which is the forward's to say. A scatter of the
+    user's has what a forward gives it, since it may look at values, or speak to torch's own."""
+    ids, dim, rules = wrapper.device_ids, wrapper.dim, wrapper._fastdp_rules()
     if own_method(wrapper, "scatter"):
-        rows, named = wrapper.scatter(inputs, kwargs, ["cpu"] * count)
-        return rows, named
-    return scatter_call(inputs, kwargs, (HOST,) * count, wrapper.dim, wrapper._fastdp_rules())
+        rows, named = wrapper.scatter(inputs, kwargs, ids)
+    elif replaced_scatter() is not None:
+        devices = parse_devices(ids, "device_ids")
+        rows, named = scatter_call(inputs, kwargs, devices, dim, rules)
+    else:
+        inputs, kwargs = map_tensors(inputs, _empty_on_host), map_tensors(kwargs, _empty_on_host)
+        return scatter_call(inputs, kwargs, (HOST,) * len(ids), dim, rules)
+    return map_tensors(rows, _empty_on_host), map_tensors(named, _empty_on_host)
 
 
 def _empty_on_host(tensor: Any) -> Any:

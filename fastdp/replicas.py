@@ -312,10 +312,10 @@ class Replicator:
     def _way(
         self, tensors: Tensors, devices: Sequence[torch.device]
     ) -> Tuple[Communication, int, int]:
-        """What the moves run on, and how large the first bucket and the others may be, unless the
-        limit is the user's wish. Beside compute only the first is not hidden: the forward waits for
-        it, and it is the last that a backward completes. In line nothing is gained by more buckets
-        than one."""
+        """What the moves run on, and how large the first parameter's bucket and the others may be,
+        where the limit is the default. Beside compute only that bucket is not hidden: the forward
+        waits for it, and a backward mostly completes it last. In line nothing is gained by more
+        buckets than one."""
         limit_bytes = self._bucket_bytes
         dense = [tensor for tensor in tensors if not is_sparse(tensor)]
         if is_worth_hiding(dense, devices, self._transport):

@@ -144,8 +144,8 @@ class Reporting:
         Convolutions (on GPUs) and recurrent layers, whose libraries take memory that no shape
         tells of, are run once each, by themselves and on zeros, to see it. On GPUs the threads of
         the step make their cuBLAS handles first, whose workspaces then count. A scatter of your
-        own, in a subclass or in the place of torch's, cuts the example, too: tensors on the host,
-        for as many devices, each of them the host.
+        own, in a subclass or in the place of torch's, cuts the example as in a forward: its pieces
+        lie on the replicas' devices for that time.
 
         Bound: meant to be within 10 % of torch's peak of allocated memory, of a step whose loss is
         a small function of the outputs. Not in it: a loss outside of the model that keeps tensors

@@ -275,17 +275,12 @@ class Communication:
         if not self.apart:
             return snapshot.in_backward(self.home)
         if snapshot.deadline is None:
-            return self._beside(snapshot, gradients, spreads)
+            return _Beside(self, snapshot, gradients, spreads)
         node = current_stream(self.home)
         streams = [node, *(s for s in self._streams if s.device != self.home)]
         return snapshot.deadline.around(
-            self._beside(snapshot, gradients, spreads), streams, "a bucket in a backward"
+            _Beside(self, snapshot, gradients, spreads), streams, "a bucket in a backward"
         )
-
-    def _beside(
-        self, snapshot: Snapshot, gradients: Any, spreads: bool
-    ) -> ContextManager[None]:
-        return _Beside(self, snapshot, gradients, spreads)
 
     def _wait_in_backward(
         self, node: torch.cuda.Stream, snapshot: Snapshot
@@ -348,27 +343,28 @@ class _Beside:
     """Around the moves of a node's backward beside compute (`Communication.in_backward`). No
     generator: its context would cost each bucket as much as a wait does."""
 
-    __slots__ = ("_communication", "_what", "_spreads", "_node", "_streams", "_current")
+    __slots__ = (
+        "_communication", "_snapshot", "_gradients", "_spreads", "_node", "_streams", "_current",
+    )  # fmt: skip
 
     def __init__(
         self, communication: Communication, snapshot: Snapshot, gradients: Any, spreads: bool
     ) -> None:
         self._communication = communication
-        self._what = snapshot, gradients
-        self._spreads = spreads
+        self._snapshot, self._gradients, self._spreads = snapshot, gradients, spreads
 
     def __enter__(self) -> None:
-        snapshot, _ = self._what
         self._node = current_stream(self._communication.home)
-        self._streams = self._communication._wait_in_backward(self._node, snapshot)
+        self._streams = self._communication._wait_in_backward(self._node, self._snapshot)
         self._current = (_Lent if self._spreads else current)(self._streams)
         self._current.__enter__()
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         self._current.__exit__(kind, *error)
         if kind is None:
-            snapshot, gradients = self._what
-            self._communication._retire(snapshot, self._node, self._streams, gradients)
+            self._communication._retire(
+                self._snapshot, self._node, self._streams, self._gradients
+            )
 
 
 _held: List[Tuple[List[torch.cuda.Event], torch.Tensor]] = []

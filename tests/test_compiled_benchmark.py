@@ -78,7 +78,7 @@ class Rival:
         pass
 
     def warm_up(self, steps, answer_s=None):
-        self.answer_s = answer_s
+        self.answer_s = answer_s or self.answer_s
         if self.fails_at == 0:
             raise RuntimeError("did not answer")
         return Memory([], [], [])
@@ -209,7 +209,7 @@ def test_tables_join_runs_and_name_what_does_not_hold():
     }  # fmt: skip
     forms = [
         {"seconds": {"cuda:0": 60.0, "cuda:1": 2.5}, "pieces": 5},
-        {"seconds": {"cuda:0": 1.0, "cuda:1": 0.5}, "pieces": 1},
+        {"seconds": {"cuda:0": 1.0}, "pieces": 1},
     ]
     row = {"rival": "fastdp compiled", "step_ms": 3.14159, "compiled": {"forms": forms}}
     bar = {"bar": "fastdp compiled by DDP compiled", "measured": 0.9, "most": 0.8, "holds": False}
@@ -229,7 +229,7 @@ def test_tables_join_runs_and_name_what_does_not_hold():
     assert "| Model (batch per GPU) | fastdp compiled | DDP, default |" in text
     assert "\n\n- mlp (64): DDP, default failed: out of memory.\n\n" in text
     assert "| mlp (64) | 3.14 | failed |" in text and "| gpt2 (8) | 3.14 | \u2013 |" in text
-    assert "| gpt2 (8) | fastdp compiled | 5 | 61.0 | 64.0 |" in text
+    assert "| gpt2 (8) | fastdp compiled | 5 | 61.0 | 63.5 |" in text
     assert text.index("| mlp (64) | 3.14") < text.index("| gpt2 (8) | 3.14"), "as in other tables"
     assert "\n\nIt was a slow day.\n\n" in text
     assert "| Model (batch per GPU) | 1 replica | 2 replicas |" in text

@@ -161,6 +161,35 @@ def test_a_scatter_of_the_users_cuts_for_the_estimate_too(whose, mode, monkeypat
     assert step_bytes(sized.fits(x, scale=scale, mode=mode)) == step_bytes(fit)
 
 
+@pytest.mark.parametrize("whose", ["torchs", "subclass"])
+def test_a_scatter_may_look_at_values_and_devices(whose, monkeypatch):
+    seen = []
+
+    def by_count(tree, target_gpus, dim=0):
+        seen.append([torch.device(device).type for device in target_gpus])
+        if not tree:
+            return []
+        x, count = tree
+        return [(piece, count) for piece in x.split([int(count), len(x) - int(count)])]
+
+    class ByCount(fastdp.DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            return by_count(inputs, device_ids), [{}, {}]
+
+    rows = []
+    module = Apply(lambda self, x, count: (rows.append(len(x)), self.lin(x))[1])
+    kind = ByCount if whose == "subclass" else fastdp.DataParallel
+    dp = kind(module, ["cpu"] * 2, sequential=True)
+    if whose == "torchs":
+        monkeypatch.setattr(scatter_gather, "scatter", by_count)
+    batch = torch.ones(60, 3).double(), torch.tensor(7)
+    dp.fits(*batch)
+    in_estimate, rows[:], seen_then = list(rows), [], list(seen)
+    seen.clear()
+    dp(*batch)
+    assert rows == in_estimate == [7, 53] and seen == seen_then
+
+
 def test_options_stand_above_a_scatter_in_torchs_place_in_an_estimate(monkeypatch):
     monkeypatch.setattr(scatter_gather, "scatter", lopsided)
     seen = []

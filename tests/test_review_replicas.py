@@ -1,11 +1,13 @@
 """What a review found in how replicas follow their base: modules from files, edits between calls,
 buffers of odd kinds."""
 
+import collections
 import copy
 import io
 import pickle
 import sys
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -343,3 +345,37 @@ def test_a_tensor_that_is_parameter_and_buffer(fast):
     for each in (dp, plain):
         each(ints(4, 3)).sum().backward()
     same(module.w.grad, plain.w.grad)
+
+
+# Replicas that somebody reached past their module: they are nobody's between two calls.
+
+
+@row("A1", "C1")
+def test_what_is_written_to_a_replica_between_calls_is_gone(fast):
+    seen, known = [], []
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.scale = linear(), 1.0
+
+        def forward(self, x):
+            seen.append((self.scale, getattr(self, "tag", None), len(self._modules)))
+            known.append((weakref.ref(self), self.__dict__))
+            return self.lin(x) * self.scale
+
+    dp = fast.wrap(Scaled(), 2, sequential=True)
+    x = ints(4, 3)
+    first = dp(x)
+    dp(x)
+    for reach, attributes in list(known):
+        attributes["tag"] = "mine"
+        attributes["_forward_hooks"] = collections.OrderedDict()
+        module = reach()
+        if module is not None:
+            module.scale = 7.0
+            module.more = nn.ReLU()
+    del attributes, module, reach
+    seen.clear()
+    assert torch.equal(dp(x), first)
+    assert seen == [(1.0, None, 1)] * 2
