@@ -202,7 +202,6 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0, help="of turns for each rival")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the whole run")
-    parser.add_argument("--port", type=int, default=29611)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(arguments)
     for option in ("together", "warmup", "rounds", "limit"):

@@ -74,8 +74,7 @@ def entries_of(model: Title, args: argparse.Namespace) -> Dict[str, Entry]:
         "fastdp compiled, whole": apart(WHOLE, n),
     }
     for mode in BARE if len(devices) == n > 1 else ():
-        make = functools.partial(Distributed, name, devices, per_gpu, mode, args.port)
-        args.port += 1
+        make = functools.partial(Distributed, name, devices, per_gpu, mode)
         facts = {"kind": "DDP compiled"}
         entries[DDP + mode] = Entry(make, n, COMPILING, facts, is_apart=True)
     return chosen(entries, args.only)

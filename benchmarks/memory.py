@@ -44,6 +44,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from markdown import shown_command  # noqa: E402
 from measure import keep, machine_of  # noqa: E402
+from meeting import meet, meeting_point  # noqa: E402
 from memory_bars import DDP, OURS, bars_of, show  # noqa: E402
 from models import MODELS, STANDARD, Model  # noqa: E402
 from step import chosen_model, devices_of  # noqa: E402
@@ -57,7 +58,7 @@ Chosen = Sequence[Tuple[str, int]]
 class Way:
     """One way of training, in a process that it has for itself."""
 
-    def __init__(self, name: str, devices: Sequence[torch.device], rank: int, port: int) -> None:
+    def __init__(self, name: str, devices: Sequence[torch.device], rank: int, where: str) -> None:
         self.name = name
         self.all_devices = list(devices)
         # Of this process.
@@ -72,10 +73,7 @@ class Way:
         # Before the process group, whose communicators are the way's own.
         self._free_at_first = self._free()
         if name == DDP:
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            torch.distributed.init_process_group(
-                "nccl" if self.on_gpu else "gloo", rank=rank, world_size=len(devices)
-            )
+            meet(where, self.home, rank, len(devices))
 
     @property
     def gpus(self) -> List[torch.device]:
@@ -216,11 +214,11 @@ def _process(
     rank: int,
     models: Chosen,
     steps: int,
-    port: int,
+    where: str,
     pipe: Any,
 ) -> None:
     try:
-        way = Way(name, devices, rank, port)
+        way = Way(name, devices, rank, where)
         for model, per_gpu in models:
             try:
                 pipe.send(train(way, model, per_gpu, steps))
@@ -236,17 +234,17 @@ def _process(
 
 
 def rows_of(
-    name: str, devices: Sequence[torch.device], models: Chosen, steps: int, port: int
+    name: str, devices: Sequence[torch.device], models: Chosen, steps: int
 ) -> List[Dict[str, Any]]:
     """One way's row of each model. DDP's processes each know of their own GPU."""
-    context = mp.get_context("spawn")
+    context, where = mp.get_context("spawn"), meeting_point()
     ranks = len(devices) if name == DDP else 1
     pipes, processes = [], []
     for rank in range(ranks):
         ours, theirs = context.Pipe()
         process = context.Process(
             target=_process,
-            args=(name, list(devices), rank, list(models), steps, port, theirs),
+            args=(name, list(devices), rank, list(models), steps, where, theirs),
             daemon=True,
         )
         process.start()
@@ -293,7 +291,6 @@ def parse(arguments: Optional[Sequence[str]]) -> argparse.Namespace:
     parser.add_argument("--models", default=",".join(STANDARD), help="name or name:batch per GPU")
     parser.add_argument("--ways", default="", help="separated by , (default: all that can run)")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--port", type=int, default=29541)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--check", action="store_true", help="exit 1 where a bar does not hold")
     args = parser.parse_args(arguments)
@@ -325,7 +322,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         "ways": args.ways,
     }
     began = time.strftime("%Y-%m-%d %H:%M:%S")
-    by_way = [rows_of(way, args.devices, args.models, args.steps, args.port) for way in args.ways]
+    by_way = [rows_of(way, args.devices, args.models, args.steps) for way in args.ways]
     tables = []
     first = str(args.devices[0])
     for k, (name, per_gpu) in enumerate(args.models):

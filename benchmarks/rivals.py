@@ -14,6 +14,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 
 import torch
 import torch.multiprocessing as mp
+from meeting import meet, meeting_point
 from models import MODELS, Model
 from torch import nn
 
@@ -228,18 +229,15 @@ def torch_wrap(devices: Devices) -> Callable[[nn.Module], nn.Module]:
 
 
 def _ddp_process(
-    rank: int, name: str, devices: Devices, per_gpu: int, mode: str, port: int, pipe: Any
+    rank: int, name: str, devices: Devices, per_gpu: int, mode: str, where: str, pipe: Any
 ) -> None:
     try:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", COMPILE_WORKERS)
         device = devices[rank]
         is_gpu = device.type == "cuda"
         if is_gpu:
             torch.cuda.set_device(device)
-        torch.distributed.init_process_group(
-            "nccl" if is_gpu else "gloo", rank=rank, world_size=len(devices)
-        )
+        meet(where, device, rank, len(devices))
         watch = MemoryWatch([device])
         torch.manual_seed(0)
         model = MODELS[name]
@@ -259,8 +257,8 @@ def _ddp_process(
 class Distributed:
     """torch's DistributedDataParallel: a process per GPU. A step takes as long as its slowest."""
 
-    def __init__(self, name: str, devices: Devices, per_gpu: int, mode: str, port: int):
-        context = mp.get_context("spawn")
+    def __init__(self, name: str, devices: Devices, per_gpu: int, mode: str):
+        context, where = mp.get_context("spawn"), meeting_point()
         self._pipes: List[Any] = []
         self._processes: List[Any] = []
         self._is_warming = False
@@ -268,7 +266,7 @@ class Distributed:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_ddp_process,
-                args=(rank, name, list(devices), per_gpu, mode, port, theirs),
+                args=(rank, name, list(devices), per_gpu, mode, where, theirs),
                 daemon=True,
             )
             process.start()

@@ -84,7 +84,7 @@ DDP_MODES = ("eager", "default", "reduce-overhead", "max-autotune", "max-autotun
 EAGER_WARMUP = 3
 
 
-def entries_of(case: Case, args: argparse.Namespace, ports_used: int = 0) -> Dict[str, Entry]:
+def entries_of(case: Case, args: argparse.Namespace) -> Dict[str, Entry]:
     """The rivals by name, in the order of their turns."""
     model, devices, n = MODELS[case.name], case.devices, case.gpus
     few = min(args.warmup, EAGER_WARMUP)
@@ -120,10 +120,10 @@ def entries_of(case: Case, args: argparse.Namespace, ports_used: int = 0) -> Dic
                 facts["kind"] += SILENT
                 entries[title + SILENT] = local(wrap, n, warmup, silent=True, **facts)
     if args.part == "step" and len(devices) == n and (n > 1 or case.scaling):
-        for i, mode in enumerate(args.ddp):
+        for mode in args.ddp:
             is_eager = mode == "eager"
             entries["DDP" if is_eager else f"DDP compiled {mode}"] = Entry(
-                ddp_of(case, mode, args.port + ports_used + i),
+                ddp_of(case, mode),
                 n,
                 few if is_eager else args.warmup,
                 {"kind": "DDP" if is_eager else "DDP compiled", "mode": mode},
@@ -144,8 +144,8 @@ def chosen(
     return {name: entry for name, entry in entries.items() if not only or name in only}
 
 
-def ddp_of(case: Case, mode: str, port: int) -> Callable[[], Distributed]:
-    return lambda: Distributed(case.name, case.devices, case.per_gpu, mode, port)
+def ddp_of(case: Case, mode: str) -> Callable[[], Distributed]:
+    return lambda: Distributed(case.name, case.devices, case.per_gpu, mode)
 
 
 def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
@@ -170,7 +170,6 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the whole run")
     parser.add_argument("--ddp-wait", type=float, default=ANSWER_S, help="seconds, to compile")
     parser.add_argument("--ahead", type=int, help="contests whose DDP starts together")
-    parser.add_argument("--port", type=int, default=29511)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--resume", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -309,10 +308,10 @@ def begin_or_resume(given: Sequence[str], args: argparse.Namespace) -> Dict[str,
 
 
 def contest_of(
-    k: int, case: Case, args: argparse.Namespace, found: Dict[str, Any], rescue: Rescue
+    case: Case, args: argparse.Namespace, found: Dict[str, Any], rescue: Rescue
 ) -> Contest:
     title = case.title()
-    entries = entries_of(case, args, k * len(args.ddp))
+    entries = entries_of(case, args)
     bounds = Bounds(args.rounds, args.steps, args.seconds, args.limit, args.ddp_wait)
     lost = {each["rival"]: each["reason"] for each in found["lost"] if each["contest"] == title}
     return Contest(title, entries, bounds, case.gpus, rescue, lost)
@@ -336,7 +335,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     ends_at = time.monotonic() + args.limit - spent_s()
     rescue = Rescue(found, given, args.devices, path, ends_at)
     cases = args.cases[len(found["tables"]) :]
-    contests = [contest_of(k, case, args, found, rescue) for k, case in enumerate(cases)]
+    contests = [contest_of(case, args, found, rescue) for case in cases]
     for k, (case, contest) in enumerate(zip(cases, contests)):
         if spent_s() > args.limit:
             say(f"{case.title()}: left out, {args.limit:g} s are over")

@@ -1,6 +1,7 @@
 """benchmarks/memory.py runs, and judges what it promises to judge."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,10 @@ import torch  # noqa: E402
 MB = 2**20
 
 
-def run(*options):
+def run(*options, **environment):
     return subprocess.run(
         [sys.executable, str(BENCHMARKS / "memory.py"), *options],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -72,7 +74,7 @@ def test_it_runs_on_a_gpu(tmp_path):
 
 def test_a_way_that_fails_fails_the_check():
     options = ("--devices", "cpu,cpu", "--models", "tiny", "--steps", "1", "--ways", "DDP")
-    done = run(*options, "--port", "70000", "--check")  # no port
+    done = run(*options, "--check", GLOO_SOCKET_IFNAME="none")  # no such interface
     assert done.returncode == 1 and "DDP             failed: " in done.stdout
 
 
@@ -101,14 +103,14 @@ class Driver:
 def test_taken_counts_from_the_context_and_has_the_process_group(monkeypatch):
     driver = Driver(monkeypatch, {"cuda:0": 400 * MB, "cuda:1": 500 * MB})
 
-    def group(backend, rank, world_size):
-        assert (backend, rank, world_size) == ("nccl", 1, 2)
+    def group(backend, where, rank, world_size):
+        assert (backend, where, rank, world_size) == ("nccl", "file:///none", 1, 2)
         driver.free["cuda:1"] -= 250 * MB
         driver.free["cuda:0"] -= 7 * MB  # not this process's
 
     monkeypatch.setattr(torch.distributed, "init_process_group", group)
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    way = benchmark.Way("DDP", gpus, 1, 0)
+    way = benchmark.Way("DDP", gpus, 1, "file:///none")
     assert way.taken() == {"cuda:1": 250 * MB}
     driver.free["cuda:1"] -= 30 * MB  # a model, and what it leaves behind
     assert way.taken() == {"cuda:1": 280 * MB}
@@ -119,7 +121,7 @@ def test_taken_counts_from_the_context_and_has_the_process_group(monkeypatch):
 def test_taken_has_no_context_of_any_gpu(monkeypatch):
     driver = Driver(monkeypatch, {"cuda:0": 400 * MB, "cuda:1": 500 * MB})
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
-    way = benchmark.Way("fastdp eager", gpus, 0, 0)
+    way = benchmark.Way("fastdp eager", gpus, 0, "")
     assert driver.seen == ["cuda:0", "cuda:1"]
     assert way.taken() == {"cuda:0": 0, "cuda:1": 0}
     assert benchmark.Way("one GPU", [torch.device("cpu")], 0, 0).taken() == {}
@@ -194,7 +196,7 @@ def test_a_late_answer_does_not_pass_for_the_next_models(monkeypatch, answers, f
 
     monkeypatch.setattr(benchmark.mp, "get_context", lambda kind: Context)
     models = [("tiny", 4), ("tiny", 6), ("tiny", 8)]
-    found = benchmark.rows_of("one GPU", ["cpu"], models, 1, 0)
+    found = benchmark.rows_of("one GPU", ["cpu"], models, 1)
     assert [row.get("failed") for row in found] == failed and process.killed
     assert not any("is_over" in row for row in found)
 
