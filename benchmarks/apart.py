@@ -63,13 +63,12 @@ def _made(spec: Spec) -> Compiled:
         from fastdp import compile_graphs
 
         compile_graphs.MAX_PIECES = 1
-    if spec.way not in BARE:
-        from fastdp import engine_entries
-
-        engine_entries.AGAIN_AFTER = sys.maxsize  # no second trial among the turns
     if spec.way in BARE:
         wrap = bare_wrap(spec.way, spec.backend)
     else:
+        from fastdp import engine_entries
+
+        engine_entries.AGAIN_AFTER = sys.maxsize  # no second trial among the turns
         wrap = compiled_wrap(spec.devices, spec.backend)
     model = MODELS[spec.model]
     return Compiled(model, spec.devices, spec.per_gpu, "step", wrap, spec.gpus)

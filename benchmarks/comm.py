@@ -35,6 +35,7 @@ from torch.nn.parallel import comm as torch_comm
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+from bars import at_least  # noqa: E402
 from clocks import Clock, HostClock, Timing  # noqa: E402
 from measure import keep, machine_of, reason_of  # noqa: E402
 
@@ -252,18 +253,15 @@ def bars(rows: Sequence[Dict[str, Any]], gpus: int) -> List[Dict[str, Any]]:
             continue
         title = f"{verb} of {size_text(size_bytes)}"
         if gpus == 2 and size_bytes == 64 * MIB and row["of_bare"] is not None:
-            results.append(_bar(f"{title}: share of the bare copy's rate", row["of_bare"], 0.85))
+            share = f"{title}: share of the bare copy's rate"
+            results.append(at_least(share, row["of_bare"], 0.85))
         nccl = found.get((verb, size_bytes, NCCL), {}).get("device_us")
         is_small = gpus == 2 and MIB // 2 <= size_bytes <= 8 * MIB
         is_large_sum = gpus > 2 and verb == "reduce_add" and size_bytes == 64 * MIB
         if nccl is not None and (is_small or is_large_sum):
             times = nccl / row["device_us"]
-            results.append(_bar(f"{title}: NCCL's time over fastdp's", times, 1.0))
+            results.append(at_least(f"{title}: NCCL's time over fastdp's", times, 1.0))
     return results
-
-
-def _bar(name: str, measured: float, least: float) -> Dict[str, Any]:
-    return {"bar": name, "measured": measured, "least": least, "holds": measured >= least}
 
 
 # What is printed.

@@ -53,6 +53,7 @@ from torch import nn
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from apart import INDUCTOR, compiled_wrap  # noqa: E402
+from bars import at_most  # noqa: E402
 from compiled_contest import Title, say_bars, take_steps  # noqa: E402
 from contest import say, spent_s  # noqa: E402
 from measure import keep, machine_of  # noqa: E402
@@ -101,7 +102,7 @@ def take_time(model: Title, ends_at: float, args: argparse.Namespace, note: Any)
             return
         times = every["compile_s"] / one["compile_s"]
         bar = f"compiling for {len(args.devices)} replicas by compiling for one"
-        found["bars"] = [{"bar": bar, "measured": times, "most": TIMES, "holds": times <= TIMES}]
+        found["bars"] = [at_most(bar, times, TIMES)]
         say_bars(name, found["bars"])
         note(model, found)
 
@@ -173,8 +174,7 @@ def take_losses(model: Title, ends_at: float, args: argparse.Namespace, note: An
     plain, compiled, ours, both = losses
     bound, found = far(plain, compiled), far(ours, both)
     most = max(2 * bound, LEAST_APART)
-    bar = "losses of fastdp compiled, from fastdp's"
-    bars = [{"bar": bar, "measured": found, "most": most, "holds": found <= most}]
+    bars = [at_most("losses of fastdp compiled, from fastdp's", found, most)]
     say_bars(name, bars)
     note(model, {"plain": bound, "fastdp": found, "bars": bars, "losses": losses})
 

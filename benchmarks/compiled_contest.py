@@ -7,6 +7,7 @@ import functools
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from apart import BARE, DEFAULT, LEAN, OURS, WHOLE, Apart, Spec, share_cores
+from bars import at_most
 from contest import Bounds, Contest, Entry, say, show, spent_s
 from rivals import ANSWER_S, Distributed, distinct
 from step import chosen
@@ -140,11 +141,9 @@ def bars(model: str, rows: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
     found = []
     theirs = [ms for name, ms in steps_ms.items() if name.startswith(DDP)]
     if ALL in steps_ms and len(theirs) == len(BARE):
-        found.append(("fastdp compiled by DDP compiled", steps_ms[ALL] / min(theirs), BARS[model]))
+        measured = steps_ms[ALL] / min(theirs)
+        found.append(at_most("fastdp compiled by DDP compiled", measured, BARS[model]))
     if ALONE in steps_ms and ALONE_BARE in steps_ms:
         measured = steps_ms[ALONE] / steps_ms[ALONE_BARE]
-        found.append(("fastdp on one GPU by the bare module", measured, BAR_ALONE))
-    return [
-        {"bar": name, "measured": measured, "most": most, "holds": measured <= most}
-        for name, measured, most in found
-    ]
+        found.append(at_most("fastdp on one GPU by the bare module", measured, BAR_ALONE))
+    return found

@@ -4,10 +4,10 @@ Runs on the same devices are joined: of a model's part the latest stands.
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
 from markdown import NONE, failures, figure, grid, kept, paragraph
-from step_tables import LABELS
+from step_tables import rank_of
 
 
 def render(files: Sequence[Dict[str, Any]]) -> List[str]:
@@ -22,14 +22,9 @@ def render(files: Sequence[Dict[str, Any]]) -> List[str]:
                     models.setdefault(model, {}).update(taken)
                 if "note" in found:
                     notes.append(found["note"])
-        parts += _tables(", ".join(devices), dict(sorted(models.items(), key=_rank)))
+        ranked = sorted(models, key=lambda model: rank_of(model.split(":")[0]))
+        parts += _tables(", ".join(devices), {model: models[model] for model in ranked})
     return [*parts, *map(paragraph, notes)]
-
-
-def _rank(of_model: Tuple[str, Any]) -> int:
-    """As other tables have them."""
-    known, name = list(LABELS), of_model[0].split(":")[0]
-    return known.index(name) if name in known else len(known)
 
 
 def _tables(devices: str, models: Dict[str, Dict[str, Any]]) -> List[str]:

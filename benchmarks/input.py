@@ -33,6 +33,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+from bars import at_least, at_most  # noqa: E402
 from measure import keep, machine_of  # noqa: E402
 from models import MODELS  # noqa: E402
 from rivals import Trainer, wait  # noqa: E402
@@ -163,13 +164,11 @@ def bars(found: Dict[str, Any]) -> List[Dict[str, Any]]:
     for row in found["steps"]:
         if row["way"].startswith(PREFETCH):
             name = f"steps on {row['way']}: how much longer than on inputs that are there"
-            results.append({"bar": name, "measured": row["longer"], "most": 0.03})
+            results.append(at_most(name, row["longer"], 0.03))
     for row in found["copies"]:
         if row["way"] == PINNED_PREFETCH:
             name = f"copies by {row['way']}: share of the bare copy's rate"
-            results.append({"bar": name, "measured": row["of_bare"], "least": 0.9})
-    for bar in results:
-        bar["holds"] = bar.get("least", -1.0) <= bar["measured"] <= bar.get("most", 1e9)
+            results.append(at_least(name, row["of_bare"], 0.9))
     return results
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any, Dict, List, Sequence
 
+from bars import at_most
+
 MB = 2**20
 # How far an estimate may be from the measured peak.
 BOUND = 0.1
@@ -23,18 +25,14 @@ def bars_of(rows: Sequence[Dict[str, Any]], first: str) -> List[Dict[str, Any]]:
         for device, row in ours[mode]["devices"].items():
             if "ratio" in row:
                 name = f"fits, {mode}, {device}: how far from the measured peak"
-                bars.append(_bar(name, abs(row["ratio"] - 1), BOUND))
+                bars.append(at_most(name, abs(row["ratio"] - 1), BOUND))
     ddp = found.get(DDP)
     if ddp is not None and first in ours["added"]:
         for kind in ("allocated", "taken"):
             room = ddp["added"][first][kind] + ours["bucket_bytes"]
             name = f"{first}, {kind}: how much more than DDP and one set of buckets"
-            bars.append(_bar(name, ours["added"][first][kind] / room - 1, 0.0))
+            bars.append(at_most(name, ours["added"][first][kind] / room - 1, 0.0))
     return bars
-
-
-def _bar(name: str, measured: float, most: float) -> Dict[str, Any]:
-    return {"bar": name, "measured": measured, "most": most, "holds": measured <= most}
 
 
 def show(title: str, rows: Sequence[Dict[str, Any]], bars: Sequence[Dict[str, Any]]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
+from bars import at_least, at_most
+
 ALONE = ", one GPU"
 
 
@@ -68,12 +70,11 @@ def bars(table: Dict[str, Any]) -> List[Dict[str, Any]]:
         least = bar.factors.get(model)
         if least is not None and bar.ours in rows and bar.rival in rows:
             measured = rows[bar.rival]["step_ms"] / rows[bar.ours]["step_ms"]
-            results.append(_judged(f"{bar.rival} over {bar.ours}", measured, least))
+            results.append(at_least(f"{bar.rival} over {bar.ours}", measured, least))
     for name, row in rows.items():
         if model in COMPUTE_BOUND and promised is APART and "not_hidden_share" in row:
-            share = row["not_hidden_share"]
-            head = {"bar": f"communication of {name} that is not hidden", "measured": share}
-            results.append({**head, "most": NOT_HIDDEN, "holds": share <= NOT_HIDDEN})
+            text = f"communication of {name} that is not hidden"
+            results.append(at_most(text, row["not_hidden_share"], NOT_HIDDEN))
     if len(devices) == SCALED_GPUS == len(set(devices)) and table.get("scaling") == WEAK:
         results += _scaled(rows, SCALED.get(model))
     return results
@@ -85,16 +86,12 @@ def _scaled(rows: Dict[str, Any], least: Optional[float]) -> List[Dict[str, Any]
     for ours, rivals in ALIKE.items() if least is not None else ():
         own = rows.get(ours, {})
         if "efficiency" in own:
-            results.append(_judged(f"share of one GPU's rate, {ours}", own["efficiency"], least))
+            results.append(at_least(f"share of one GPU's rate, {ours}", own["efficiency"], least))
         for rival in rivals:
             if own and rival in rows:
                 measured = rows[rival]["step_ms"] / own["step_ms"]
-                results.append(_judged(f"{rival} over {ours}", measured, 1.0))
+                results.append(at_least(f"{rival} over {ours}", measured, 1.0))
     return results
-
-
-def _judged(name: str, measured: float, least: float) -> Dict[str, Any]:
-    return {"bar": name, "measured": measured, "least": least, "holds": measured >= least}
 
 
 def show(results: Sequence[Dict[str, Any]]) -> None:

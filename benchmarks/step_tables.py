@@ -51,9 +51,13 @@ class Line(NamedTuple):
 
     def place(self) -> Tuple[int, int]:
         """Among the models of a table."""
-        models, name = list(LABELS), self.table["model"]
-        known = models.index(name) if name in models else len(models)
-        return known, self.table["per_gpu"]
+        return rank_of(self.table["model"]), self.table["per_gpu"]
+
+
+def rank_of(model: str) -> int:
+    """Its place among all that tables know; those that they do not come last."""
+    known = list(LABELS)
+    return known.index(model) if model in known else len(known)
 
 
 def all_lines(files: Sequence[Dict[str, Any]]) -> List[Line]:

@@ -65,8 +65,8 @@
 #define FDP_PEER_DIRECT_BYTES (INT64_C(16) << 20)
 #endif
 
-/* From this size up the gradients of a bucket of one tensor are read where they lie, without scratch
- * (peer_sum.c, note "lone tensors"). */
+/* From this size up the gradients of a bucket of one tensor are read where they lie, without
+ * scratch (peer_sum.c, note "lone tensors"). */
 #ifndef FDP_PEER_STAY_BYTES
 #define FDP_PEER_STAY_BYTES (INT64_C(1) << 20)
 #endif

@@ -57,9 +57,9 @@ static inline PyObject *fdp_py_weakref_get(PyObject *weak) {
 }
 
 /* A number that each write to the dictionary changes, and that no other dictionary has (PEP 509). 0
- * where there is none to rely on: from 3.13 on, an attribute that is set leaves it alone. In 3.11 and
- * 3.12 the interpreter's own assignment of an attribute drops the old value before it writes the
- * number, so a destructor may still see the former one; torch's Modules assign in Python. */
+ * where there is none to rely on: from 3.13 on, an attribute that is set leaves it alone. In 3.11
+ * and 3.12 the interpreter's own assignment of an attribute drops the old value before it writes
+ * the number, so a destructor may still see the former one; torch's Modules assign in Python. */
 static inline uint64_t fdp_py_dict_version(PyObject *dict) {
 #if PY_VERSION_HEX < 0x030D0000
 #pragma GCC diagnostic push

@@ -1,7 +1,8 @@
 /* Replica: one replica of a Tree, refreshed for every forward by one call. A refresh walks the
  * dictionaries that somebody wrote to, base and replica side by side, and writes what differs, so
  * that an edit of the base is seen and an edit that the replica's last forward made is dropped, as
- * if the replica had just been made. Used under the GIL, one call at a time per replica. No streams.
+ * if the replica had just been made. Used under the GIL, one call at a time per replica. No
+ * streams.
  *
  * Whatever is taken out of a dictionary is put into a list that is dropped at the very end:
  * dropping a tensor can run any code, and no dictionary is being walked then. */

@@ -43,9 +43,8 @@ class Entry:
         self._lost = 0  # trials
         self._again_at: Optional[int] = None  # as many eager steps
 
-    def lose(self) -> str:
+    def lose(self, graph_ms: float, eager_ms: float) -> str:
         """Its trial was won by eager: why it is eager now."""
-        graph_ms, eager_ms = self.times or (0.0, 0.0)
         self._lost += 1
         said = f"eager is faster: {eager_ms:.2f} ms against {graph_ms:.2f} ms"
         if self._lost > 1 or graph_ms >= _CLOSE * eager_ms:

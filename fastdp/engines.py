@@ -275,7 +275,7 @@ class Engine:
         entry.trial = None
         graph_ms, eager_ms = entry.times
         if eager_ms < graph_ms:
-            self._give_up(entry, entry.lose())
+            self._give_up(entry, entry.lose(graph_ms, eager_ms))
             return True
         return False
 

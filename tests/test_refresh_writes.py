@@ -1,5 +1,5 @@
-"""What a tree and its replicas know of dictionaries that nobody wrote to (their versions, in CPython
-up to 3.12): each way to write to one is noticed."""
+"""What a tree and its replicas know of dictionaries that nobody wrote to (their versions, in
+CPython up to 3.12): each way to write to one is noticed."""
 
 import pytest
 from test_refresh import empty, held, new_replica, refresh
