@@ -65,10 +65,32 @@
 #define FDP_PEER_DIRECT_BYTES (INT64_C(16) << 20)
 #endif
 
-/* From this size up the gradients of a bucket of one tensor are read where they lie, without
- * scratch (peer_sum.c, note "lone tensors"). */
+/* From this size up gradients are read where they lie, without scratch (peer_sum.c, note "in
+ * place"): those of a bucket of one tensor, or of several of this mean size. Smaller ones lie
+ * scattered over many pages, which their own GPU reads faster than another one over a link: it
+ * packs them. The mean size was not measured. */
 #ifndef FDP_PEER_STAY_BYTES
 #define FDP_PEER_STAY_BYTES (INT64_C(1) << 20)
+#endif
+#ifndef FDP_PEER_STAY_MEAN_BYTES
+#define FDP_PEER_STAY_MEAN_BYTES (INT64_C(64) << 10)
+#endif
+
+/* From this size up the gradient of a bucket of one tensor is copied to home before it is summed
+ * (peer_sum.c, note "fetched tensors"). Where home is later than the other GPU the copy is hidden;
+ * where it is not, the start of a copy engine and the sum of the last chunk come on top, and of a
+ * smaller tensor that is more. (154 MB, two H200: the copy takes 386 us and the sum behind it 110,
+ * a sum over the link 421.) It takes scratch on home, as large as the bucket's broadcast does. */
+#ifndef FDP_PEER_FETCH_BYTES
+#define FDP_PEER_FETCH_BYTES (INT64_C(32) << 20)
+#endif
+/* In chunks of this size, or larger ones if there would be more than that many: each costs the host
+ * four calls. */
+#ifndef FDP_PEER_FETCH_CHUNK_BYTES
+#define FDP_PEER_FETCH_CHUNK_BYTES (INT64_C(32) << 20)
+#endif
+#ifndef FDP_PEER_FETCH_CHUNKS
+#define FDP_PEER_FETCH_CHUNKS 8
 #endif
 
 /* Up to this size each of three or more GPUs pulls the shards of a bucket by one kernel, for the

@@ -42,4 +42,11 @@ static inline int32_t fdp_peer_chunk_count(int64_t size_bytes) {
   return count < 1 ? 1 : count < FDP_PEER_MAX_CHUNKS ? (int32_t)count : FDP_PEER_MAX_CHUNKS;
 }
 
+/* Note "fetched tensors" (peer_sum.c). Their chunks are smaller: a sum starts when its chunk is
+ * there, and what no copy hides is the last chunk's. */
+static inline int32_t fdp_peer_fetch_count(int64_t size_bytes) {
+  int64_t count = (size_bytes + FDP_PEER_FETCH_CHUNK_BYTES - 1) / FDP_PEER_FETCH_CHUNK_BYTES;
+  return count < FDP_PEER_FETCH_CHUNKS ? (int32_t)count : FDP_PEER_FETCH_CHUNKS;
+}
+
 #endif

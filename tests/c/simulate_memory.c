@@ -48,7 +48,7 @@ user_array array_take(run *own, int32_t device, fdp_stream *stream, fdp_dtype dt
     stride *= shape[d];
   }
   made.block = block_take(own, device, stream, (stride + 1) * item_bytes);
-  made.view.data = made.block->data;
+  made.view.data = (char *)made.block->data + (layout == RIG_SHIFTED ? item_bytes : 0);
   return made;
 }
 

@@ -162,8 +162,9 @@ static fdp_view place_gradient(caller *own, step *now, int32_t r, int32_t b, int
   if (is_in_place) {
     return fdp_bucket_slot(own->buckets[b].plan, k, now->sums[b].view.data, in->devices[0]->id);
   }
-  rig_layout layout = sim_choose(in->world, 4) == 0 ? RIG_GAPS
-                      : sim_choose(in->world, 4) == 0 ? RIG_COLUMNS : RIG_ROWS;
+  static const rig_layout layouts[] = {RIG_ROWS, RIG_ROWS, RIG_ROWS, RIG_ROWS,
+                                       RIG_SHIFTED, RIG_COLUMNS, RIG_GAPS, RIG_GAPS};
+  rig_layout layout = layouts[sim_choose(in->world, 8)];
   now->gradients[b][r][k] = array_take(in, own->devices[r], own->compute[r], parameter->dtype, 2,
                                        parameter->shape, layout);
   return now->gradients[b][r][k].view;
