@@ -9,7 +9,6 @@ enum { WORD_BYTES = 16 }; /* what a kernel reads at once */
 
 /* How what a rank contributes is read by home, or by each device of a sharded sum. */
 typedef enum peer_way {
-  ABSENT,   /* it contributes nothing, and its stream is left alone */
   IN_PLACE, /* where it lies: home waits for the rank, and the rank for the sum */
   FETCHED,  /* from scratch on home, into which the rank's stream copies it */
   PACKED    /* from scratch on the rank's device, into which the rank's stream packs it */
@@ -65,7 +64,6 @@ static bool can_stay(const peer_reduction *work, int32_t r) {
  * stream reads its tensor itself, and waits for nobody. */
 static peer_way way_of(const peer_reduction *work, int32_t r) {
   if (is_at_home(work, r)) return IN_PLACE;
-  if (fdp_span_segments(&work->sums, r, work->segments) == 0) return ABSENT;
   if (!can_stay(work, r)) return PACKED;
   bool is_lone = work->sums.count == 1 && !work->is_sharded;
   return is_lone && work->span_bytes >= FDP_PEER_FETCH_BYTES ? FETCHED : IN_PLACE;
@@ -110,8 +108,7 @@ done:
 static fdp_status bring_ranks(peer_reduction *work, fdp_span_sums *sums) {
   fdp_status status = FDP_OK;
   for (int32_t r = 0; r < work->rank_count; ++r) {
-    bool is_brought = work->ways[r] == FETCHED || work->ways[r] == PACKED;
-    if (is_brought) FDP_TRY(bring_rank(work, r, sums));
+    if (work->ways[r] != IN_PLACE) FDP_TRY(bring_rank(work, r, sums));
   }
 done:
   return status;

@@ -107,7 +107,8 @@ int main(int argument_count, char **arguments) {
       {"bucket", test_bucket},   {"order", test_order},     {"memory", test_memory},
       {"span", test_span},       {"nccl", test_nccl},       {"nccl_errors", test_nccl_errors},
       {"recorder", test_recorder}, {"sim", test_sim},
-      {"transport_order", test_transport_order}, {"transports", test_transports},
+      {"transport_order", test_transport_order}, {"peer_sum", test_peer_sum},
+      {"transports", test_transports},
   };
   for (size_t i = 0; i < sizeof tests / sizeof tests[0]; ++i) {
     bool chosen = argument_count == 1;

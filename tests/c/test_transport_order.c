@@ -256,11 +256,12 @@ static void check_values(const scene *made, scene_verb verb) {
 static const char *const transports[] = {"peer", "host", "nccl"};
 
 static void test_no_races(void) {
-  for (int32_t number = 0; number < VERB_COUNT * 3 * 8 * 2; ++number) {
+  static const rig_layout layouts[] = {RIG_ROWS, RIG_GAPS, RIG_SHIFTED};
+  for (int32_t number = 0; number < VERB_COUNT * 3 * 8 * 3; ++number) {
     scene_verb verb = (scene_verb)(number % VERB_COUNT);
     const char *transport = transports[number / VERB_COUNT % 3];
     const map *where = &maps[number / VERB_COUNT / 3 % 8];
-    rig_layout layout = number / VERB_COUNT / 24 == 0 ? RIG_ROWS : RIG_GAPS;
+    rig_layout layout = layouts[number / VERB_COUNT / 24];
     for (uint64_t seed = 1; seed <= 3; ++seed) {
       check_case("%s, verb %d, map %d, layout %d, seed %d", transport, (int)verb,
                  (int)(where - maps), (int)layout, (int)seed);
@@ -275,8 +276,9 @@ static void test_no_races(void) {
 }
 
 /* Counts the waits that make no race when they are left out. */
-static int32_t count_idle_waits(scene_verb verb, const char *transport, const map *where) {
-  scene made = scene_open(verb, transport, where, RIG_ROWS, 1);
+static int32_t count_idle_waits(scene_verb verb, const char *transport, const map *where,
+                                rig_layout layout) {
+  scene made = scene_open(verb, transport, where, layout, 1);
   play(&made, verb, true);
   CHECK_EQUAL(sim_race_count(made.world), 0);
   int32_t wait_count = sim_wait_count(made.world) - made.first_wait;
@@ -284,7 +286,7 @@ static int32_t count_idle_waits(scene_verb verb, const char *transport, const ma
   CHECK(wait_count >= where->rank_count * ROUNDS);
   int32_t idle_count = 0;
   for (int32_t nth = 1; nth <= wait_count; ++nth) {
-    made = scene_open(verb, transport, where, RIG_ROWS, 1);
+    made = scene_open(verb, transport, where, layout, 1);
     sim_leave_out_wait(made.world, made.first_wait + nth);
     play(&made, verb, true);
     idle_count += sim_race_count(made.world) == 0;
@@ -309,14 +311,16 @@ static void test_left_out_waits(void) {
   for (int32_t t = 0; t < 3; ++t) {
     for (int32_t verb = 0; verb < VERB_COUNT; ++verb) {
       check_case("%s, verb %d", transports[t], verb);
-      CHECK_EQUAL(count_idle_waits((scene_verb)verb, transports[t], &maps[2]),
+      CHECK_EQUAL(count_idle_waits((scene_verb)verb, transports[t], &maps[2], RIG_ROWS),
                   idle_waits[t][verb]);
     }
   }
-  /* Two devices, whose buckets go in chunks. */
+  /* Two devices, whose buckets go in chunks. Gradients are read in place or, of a lone tensor,
+   * fetched; those off the alignment are packed. */
   for (int32_t verb = 0; verb < VERB_COUNT; ++verb) {
     check_case("peer in chunks, verb %d", verb);
-    CHECK_EQUAL(count_idle_waits((scene_verb)verb, "peer", &maps[0]), 0);
+    CHECK_EQUAL(count_idle_waits((scene_verb)verb, "peer", &maps[0], RIG_ROWS), 0);
+    CHECK_EQUAL(count_idle_waits((scene_verb)verb, "peer", &maps[0], RIG_SHIFTED), 0);
   }
   check_case("%s", "");
 }

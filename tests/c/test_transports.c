@@ -34,8 +34,8 @@ enum { LATE = 2, RANKS = 4, TENSORS = 2 };
 
 /* One rank's stream is busy. In a reduction, of which home is rank 0, the others are free as soon
  * as their own gradients are read; in a broadcast, home is. So it stays for as many rounds as a
- * pool has scratch for. (The gradients of a large tensor that is alone in its bucket are read where
- * they lie.) */
+ * pool has scratch for. (Among more than two devices, as here. Between two, and where a tensor is
+ * alone in its bucket, large gradients are read where they lie.) */
 static void test_own_reads(rig_means means) {
   rig ranks;
   sem_t gate;
