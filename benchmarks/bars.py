@@ -11,3 +11,13 @@ def at_least(name: str, measured: float, least: float) -> Dict[str, Any]:
 
 def at_most(name: str, measured: float, most: float) -> Dict[str, Any]:
     return {"bar": name, "measured": measured, "most": most, "holds": measured <= most}
+
+
+def beside_floor(bar: Dict[str, Any]) -> str:
+    """What the sentence of a bar ends with, where it fails and the floor of its steps was run."""
+    if "floor" not in bar:
+        return ""
+    # A floor that is slower than what it is the floor of proves nothing.
+    is_out_of_reach = bar["measured"] <= bar["floor"] < bar["least"]
+    words = ", no eager step of one process reaches it here" if is_out_of_reach else ""
+    return f"; bare modules alone: {bar['floor']:.3g}{words}"

@@ -14,6 +14,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 import torch
 from measure import reason_of
 from rivals import COMPILED, Block, NoAnswer
+from step_bars import BARE, EAGER, TORCH
 
 OURS, ONE, SILENT = "fastdp", "one GPU", ", silent"
 # In one turn: fewer would count the waits around it more than the steps.
@@ -253,9 +254,23 @@ def show(title: str, rows: Sequence[Dict[str, Any]], wire: Optional[Dict[str, fl
                 f"{row['rival']}: communication not hidden {row['not_hidden_ms']:.3f} ms, "
                 f"{100 * row['not_hidden_share']:.1f} % of the step"
             )
+    _show_floor({row["rival"]: row for row in rows if "failed" not in row})
     if wire is not None:
         print(
             f"bare copies of {wire['parameter_mb']:.1f} MB of parameters there and back: "
             f"{wire['there_and_back_ms']:.3f} ms",
         )
     print(flush=True)
+
+
+def _show_floor(rows: Dict[str, Dict[str, Any]]) -> None:
+    """What torch DP over fastdp eager could be at most."""
+    if BARE not in rows or TORCH not in rows:
+        return
+    times = [
+        f"{rows[name]['times_ours'][TORCH]:.2f} over {name}"
+        for name in (EAGER, BARE)
+        if name in rows
+    ]
+    way = rows[BARE].get("forward")  # a run that was cut has not asked
+    print(f"{TORCH} is {', '.join(times)}{f' (forwards {way})' if way else ''}")

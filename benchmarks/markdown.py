@@ -6,6 +6,8 @@ import shlex
 import textwrap
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from bars import beside_floor
+
 NONE = "–"
 # Of a command: where it wrote, and when it would have stopped, change no figure.
 _LEFT_OUT = ("--json", "--limit")
@@ -40,7 +42,8 @@ def kept(bars: Sequence[Dict[str, Any]]) -> List[str]:
     each = []
     for bar in failed:
         bound = "most" if "most" in bar else "least"
-        each.append(f"{bar['bar']} is {bar['measured']:.3g} (at {bound} {bar[bound]:.3g})")
+        words = f"at {bound} {bar[bound]:.3g}{beside_floor(bar)}"
+        each.append(f"{bar['bar']} is {bar['measured']:.3g} ({words})")
     return [f"{text}{'; not: ' if each else ''}{'; '.join(each)}."]
 
 

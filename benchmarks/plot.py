@@ -24,6 +24,7 @@ sys.path.insert(0, str(HERE))
 
 from markdown import figure  # noqa: E402
 from scaling_tables import SHARES, Climb, climbs_of, counts_of, head_of  # noqa: E402
+from step_bars import BARE  # noqa: E402
 from step_tables import DDP, ONE, OURS, Line, columns_of, lines_of, title_of, where  # noqa: E402
 from tables import ROOT, read  # noqa: E402
 
@@ -62,7 +63,7 @@ LINE_STYLE = """.line { fill: none; stroke-width: 2; }
 
 def kind_of(rival: str) -> str:
     """The class of its bar."""
-    if rival == ONE:
+    if rival in (ONE, BARE):
         return "floor"
     if rival.startswith(DDP):
         return "ddp"

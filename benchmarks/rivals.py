@@ -59,6 +59,18 @@ def wait(devices: Devices) -> None:
             torch.cuda.synchronize(device)
 
 
+def take(step: Callable[[], None], steps: int, devices: Devices) -> Block:
+    """So many steps on devices that are idle before and afterwards."""
+    wait(devices)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    host = time.perf_counter()
+    wait(devices)
+    end = time.perf_counter()
+    return Block((end - start) * 1e3 / steps, (host - start) * 1e3 / steps)
+
+
 class MemoryWatch:
     """Peaks of some devices from now on. The host has none that torch would count."""
 
@@ -101,15 +113,22 @@ class Trainer:
         self._base = base
 
     def step(self) -> None:
+        self.clear()
+        self.loss().backward()
+        self.update()
+
+    def clear(self) -> None:
         if self._optimizer is None:
             self._base.zero_grad(set_to_none=True)
         else:
             self._optimizer.zero_grad(set_to_none=True)
+
+    def loss(self) -> torch.Tensor:
         with self._model.precision(self._kind):
             loss = self.module(self.batch).float().mean()
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        loss.backward()
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def update(self) -> None:
         if self._optimizer is None:
             return
         if self._scaler is None:
@@ -119,14 +138,7 @@ class Trainer:
             self._scaler.update()
 
     def block(self, steps: int, devices: Devices) -> Block:
-        wait(devices)
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        host = time.perf_counter()
-        wait(devices)
-        end = time.perf_counter()
-        return Block((end - start) * 1e3 / steps, (host - start) * 1e3 / steps)
+        return take(self.step, steps, devices)
 
     def rest(self) -> None:
         """Leaves no gradients behind for the next rival's memory."""

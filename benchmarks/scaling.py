@@ -3,9 +3,9 @@ one GPU's rate each of several reaches.
 
 Weak: every GPU has the batch that one has, and the share is step(1) / step(n). Strong: all of them
 share the batch that one has, and it is step(1) / (n step(n)). step(1) is that of the same rival on
-one GPU. Of fastdp it is taken in turn with step(n), and so it is of torch's DataParallel, which on
-one GPU is the bare module; DDP's on one GPU, eager or compiled, is that of the run's first contest
-of the model, minutes before.
+one GPU. Of fastdp it is taken in turn with step(n), and so it is of torch's DataParallel and of
+bare modules, which on one GPU are the bare module; DDP's on one GPU, eager or compiled, is that of
+the run's first contest of the model, minutes before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from contest import ONE, OURS, SILENT
-from step_bars import ALONE, STRONG, TORCH, WEAK
+from step_bars import ALONE, BARE, STRONG, TORCH, WEAK
 
 KINDS = (WEAK, STRONG)
 
@@ -116,7 +116,7 @@ def _one_gpu_ms(
         return None
     if rival.startswith(OURS):
         return _ms_of(table, "kind", row["kind"] + ALONE) or _ms_of(first, "kind", row["kind"])
-    if rival == TORCH:
+    if rival in (TORCH, BARE):
         return _ms_of(table, "rival", ONE)
     return _ms_of(first, "rival", rival)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from markdown import NONE, figure, grid, paragraph
-from step_bars import ALONE, STRONG
-from step_tables import Line, all_lines, columns_of, remarks, title_of
+from step_bars import ALONE, BARE, STRONG
+from step_tables import FLOOR, Line, all_lines, columns_of, remarks, title_of
 
 SHARES = {
     "weak": "every GPU has the batch of one",
@@ -100,7 +100,8 @@ def render(files: Sequence[Dict[str, Any]]) -> List[str]:
             paragraph(
                 f"{head_of(scaling, machine, part)}: ms, medians; {SHARES[scaling]}. In brackets "
                 f"the share of one GPU's rate, {formula}. The line of one GPU is the bare module, "
-                "in turn with the others of its column."
+                "in turn with the others of its column. "
+                + (FLOOR if any(BARE in climb.rivals() for climb in climbs) else "")
             )
         )
         parts.append(table_of(climbs, len(files) > 1))

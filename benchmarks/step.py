@@ -7,6 +7,7 @@ DistributedDataParallel, in turn in one run.
     python benchmarks/step.py --devices 0,1 --models resnet50-fp16,resnet50-fp32
     python benchmarks/step.py --devices 0,1 --ddp eager,reduce-overhead
     python benchmarks/step.py --devices 0,1 --transports peer,nccl,host --engines eager
+    python benchmarks/step.py --devices 0,1 --models mlp --floor
     python benchmarks/step.py --devices 0,1,2,3,4,5,6,7 --scaling weak --models resnet50,gpt2
     python benchmarks/step.py --devices cpu,cpu --models tiny    to try the script itself
 
@@ -15,9 +16,13 @@ gradients, with zero_grad(set_to_none=True). Batches are per GPU: on one GPU lis
 replicas share its batch. "one GPU" is the bare module on one GPU's batch: the floor. fastdp runs
 with each of --engines over each of --transports; --alone adds fastdp on the first GPU by itself.
 --silent adds fastdp's step with its communication switched off inside: what the step takes longer
-is communication not hidden. DDP runs in processes that this script starts, one per GPU, which take
-their turns too; they start and compile while the rivals of the first model warm up, and no turn
-counts before all of them are ready.
+is communication not hidden. --floor adds "bare modules" (bare.py): a copy of the model for each of
+--devices with its share of the batch, forwards on threads, one backward, one optimizer, and no
+wrapper, scatter, communication or sum. It is no way to train; it is what n replicas cost any single
+process in eager mode, and so it tells whether a ratio over torch DP can be reached by eager steps.
+DDP runs in processes that this script starts, one per GPU, which take their turns too; they start
+and compile while the rivals of the first model warm up, and no turn counts before all of them are
+ready.
 
 --scaling weak runs each model on the first 1, 2, 4, 8 of --devices (--counts names others), every
 GPU with the batch of one; with --scaling strong they share it, and the batch in --models is that of
@@ -62,6 +67,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import scaling  # noqa: E402
 import step_bars  # noqa: E402
+from bare import Bare  # noqa: E402
 from contest import ONE, OURS, SILENT, Bounds, Contest, Entry, say, show, spent_s  # noqa: E402
 from measure import keep, machine_of  # noqa: E402
 from models import MODELS, STANDARD  # noqa: E402
@@ -99,8 +105,10 @@ def entries_of(case: Case, args: argparse.Namespace) -> Dict[str, Entry]:
 
     entries = {
         ONE: local(lambda module: module, case.lone_batches(), few, kind=ONE),
-        "torch DP": local(torch_wrap(devices), n, few, kind="torch DP"),
+        step_bars.TORCH: local(torch_wrap(devices), n, few, kind=step_bars.TORCH),
     }
+    if args.floor and len(devices) > 1:
+        entries[step_bars.BARE] = Entry(floor_of(case, args.part), n, few, {"kind": step_bars.BARE})
     for engine in args.engines:
         warmup = few if engine == "eager" else args.warmup
         for transport in transports:
@@ -148,6 +156,10 @@ def ddp_of(case: Case, mode: str) -> Callable[[], Distributed]:
     return lambda: Distributed(case.name, case.devices, case.per_gpu, mode)
 
 
+def floor_of(case: Case, part: str) -> Callable[[], Bare]:
+    return lambda: Bare(MODELS[case.name], case.devices, case.per_gpu, part, case.gpus)
+
+
 def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -162,6 +174,7 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--scaling", choices=scaling.KINDS, help="on the first 1, 2, 4, ... GPUs")
     parser.add_argument("--counts", default="", help="of GPUs, for --scaling, such as 1,8")
     parser.add_argument("--silent", action="store_true", help="also without communication")
+    parser.add_argument("--floor", action="store_true", help="also bare modules, without sums")
     parser.add_argument("--alone", action="store_true", help="fastdp also on one GPU by itself")
     parser.add_argument("--seconds", type=float, default=2.0, help="of turns for each rival")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each rival")

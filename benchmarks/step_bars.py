@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-from bars import at_least, at_most
+from bars import at_least, at_most, beside_floor
 
 ALONE = ", one GPU"
+# The floor of --floor (bare.py).
+BARE = "bare modules"
 
 
 class Bar(NamedTuple):
@@ -71,6 +73,9 @@ def bars(table: Dict[str, Any]) -> List[Dict[str, Any]]:
         if least is not None and bar.ours in rows and bar.rival in rows:
             measured = rows[bar.rival]["step_ms"] / rows[bar.ours]["step_ms"]
             results.append(at_least(f"{bar.rival} over {bar.ours}", measured, least))
+            is_eager = (bar.ours, bar.rival) == (EAGER, TORCH)
+            if is_eager and BARE in rows and not results[-1]["holds"]:
+                results[-1]["floor"] = rows[TORCH]["step_ms"] / rows[BARE]["step_ms"]
     for name, row in rows.items():
         if model in COMPUTE_BOUND and promised is APART and "not_hidden_share" in row:
             text = f"communication of {name} that is not hidden"
@@ -98,4 +103,5 @@ def show(results: Sequence[Dict[str, Any]]) -> None:
     for bar in results:
         bound = f"at most {bar['most']:.3g}" if "most" in bar else f"at least {bar['least']:.3g}"
         word = "holds" if bar["holds"] else "FAILS"
-        print(f"{word}: {bar['bar']} is {bar['measured']:.3f}, {bound}", flush=True)
+        end = beside_floor(bar)
+        print(f"{word}: {bar['bar']} is {bar['measured']:.3f}, {bound}{end}", flush=True)

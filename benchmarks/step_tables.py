@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 from markdown import figure, grid, kept, paragraph
-from step_bars import ALONE
+from step_bars import ALONE, BARE
 
 LABELS = {
     "mlp": "50-layer MLP, width 256",
@@ -24,6 +24,11 @@ UNITS = {"gpt2": " x 512 tokens", "gpt-causal": " x 512 tokens"}
 COUNTS = {1: "one", 2: "two", 4: "four", 8: "eight"}
 ONE, TORCH, DDP, OURS = "one GPU", "torch DP", "DDP", "fastdp"
 SILENT = ", silent"
+WAYS = ("eager", "auto", "graph")
+FLOOR = (
+    "Bare modules are a copy of the model for each replica with its share of the batch, without "
+    "sums: no way to train, but what eager steps of one process cost, whoever wraps them. "
+)
 RATIOS = "How many times as long the others take for as many batches as fastdp"
 
 
@@ -91,7 +96,7 @@ def columns_of(lines: Sequence[Line]) -> List[str]:
     found = dict.fromkeys(row["rival"] for line in lines for row in line.table["rows"])
 
     def place(name: str) -> int:
-        kinds = (ONE, TORCH, DDP, "DDP compiled", "fastdp eager", "fastdp auto", "fastdp graph")
+        kinds = (ONE, BARE, TORCH, DDP, "DDP compiled", *(f"{OURS} {way}" for way in WAYS))
         matching = [kind for kind in kinds if name == kind or name.startswith(kind + " ")]
         return kinds.index(matching[-1]) if matching else len(kinds)
 
@@ -100,6 +105,8 @@ def columns_of(lines: Sequence[Line]) -> List[str]:
 
 def title_of(name: str) -> str:
     """As it stands at the head of a column."""
+    if name == BARE:
+        return f"{name}, no communication"
     if name.endswith(ALONE):
         return f"{title_of(name.removesuffix(ALONE))}{ALONE}"
     for kind in (OURS, f"{DDP} compiled"):
@@ -133,10 +140,10 @@ def times(lines: Sequence[Line], with_runs: bool) -> str:
 
 
 def ratios(lines: Sequence[Line], with_runs: bool) -> str:
-    """Of each way of fastdp: how many times as long the others take; and, of several GPUs, how many
-    times as many batches it takes in the same time as one GPU."""
+    """Of each way of fastdp, and of the floor: how many times as long the others take; and, of
+    several GPUs, how many times as many batches it takes in the same time as one GPU."""
     names = columns_of(lines)
-    ways = [name for name in names if name.startswith(OURS) and not name.endswith(ALONE)]
+    ways = [name for name in names if name.startswith((OURS, BARE)) and not name.endswith(ALONE)]
     others = [name for name in names if not name.startswith(OURS)]
     if ONE in others and len(set(lines[0].table["devices"])) == 1:
         others.remove(ONE)  # there it does as much
@@ -189,6 +196,7 @@ def render(files: Sequence[Dict[str, Any]]) -> List[str]:
         parts.append(
             paragraph(
                 f"{place}: ms, the median of {turns} turns, rivals in turn. {share}"
+                + (FLOOR if any(row["rival"] == BARE for row in rows) else "")
                 + ("Figures of different runs are not compared." if with_runs else "")
             )
         )

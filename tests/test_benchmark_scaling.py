@@ -131,6 +131,18 @@ def test_shares_of_strong_scaling():
     assert shares(eight)["DDP"] == 160 / 230 / 8
 
 
+def test_shares_of_bare_modules_are_of_one():
+    one = table("gpt2", 8, {"one GPU": 9.0}, devices=[0], scaling="weak", batch=8)
+    times = {"one GPU": 10.0, "bare modules": 12.5}
+    two = table("gpt2", 8, times, devices=[0, 1], scaling="weak", batch=8)
+    scaling.add_shares(two, [one])
+    assert shares(two) == {"bare modules": 0.8}  # in turn with it, not of the first contest
+    found = run_of(one, two)
+    flat = " ".join(tables.render([found]).split())
+    assert "| bare modules, no communication | – | 12.5 (80.0 %) |" in flat
+    assert "in turn with the others of its column. Bare modules are a copy of the model" in flat
+
+
 def test_what_did_not_run_has_no_share():
     _, two = climb(counts=(1, 2))
     bare = [table("resnet50", 128, {"one GPU": 10.0, "DDP": 10.0}, devices=[0], scaling="weak")]

@@ -20,7 +20,7 @@ def step(tmp_path_factory):
         "step.py",
         *("--devices", "cpu,cpu", "--models", "tiny:6"),
         *("--steps", "2", "--rounds", "3", "--warmup", "2", "--transports", "auto,host"),
-        "--silent",
+        *("--silent", "--floor"),
     )
 
 
@@ -33,7 +33,7 @@ def test_step_races_every_rival(step):
         "tiny, 6 per GPU, devices ['cpu', 'cpu'], step"
     ]
     rows = found[0]["rows"]
-    assert [row["rival"] for row in rows] == ["one GPU", "torch DP", *OURS, "DDP"]
+    assert [row["rival"] for row in rows] == ["one GPU", "torch DP", "bare modules", *OURS, "DDP"]
     for row in rows:
         assert "failed" not in row, row
         assert 0 < row["low_ms"] <= row["step_ms"] <= row["high_ms"]
@@ -59,6 +59,15 @@ def test_step_compares_all_with_all(step):
     assert ours["not_hidden_share"] == pytest.approx(ours["not_hidden_ms"] / ours["step_ms"])
     assert "not_hidden_ms" not in rows["fastdp eager host"]
     assert "fastdp eager: communication not hidden " in step[1]
+
+
+def test_step_tells_what_the_floor_would_be(step):
+    rows = {row["rival"]: row for row in step[0]["tables"][0]["rows"]}
+    over = [rows[name]["times_ours"]["torch DP"] for name in ("fastdp eager", "bare modules")]
+    way = rows["bare modules"]["forward"]
+    assert way in ("at once", "in turn")
+    words = f"{over[0]:.2f} over fastdp eager, {over[1]:.2f} over bare modules (forwards {way})"
+    assert f"\ntorch DP is {words}\n" in step[1]
 
 
 def test_a_scaled_step_is_an_ordinary_one():
@@ -130,6 +139,10 @@ def test_step_defaults_by_devices():
     alone = script.parse(["--alone", "--engines", "graph", "--ddp", "none"])
     own = script.entries_of(alone.cases[0], alone)["fastdp graph, one GPU"]
     assert own.batches == 1 and own.warmup == alone.warmup
+    floor = script.parse(["--floor", "--engines", "graph", "--ddp", "none"])
+    entries = script.entries_of(floor.cases[0], floor)
+    assert list(entries) == ["one GPU", "torch DP", "bare modules", "fastdp graph"]
+    assert entries["bare modules"].batches == 2
     backward = script.parse(["--part", "backward"])
     assert "DDP" not in script.entries_of(backward.cases[0], backward)
     assert two.ahead == 64 and not two.alone

@@ -14,6 +14,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import contest  # noqa: E402
 import markdown  # noqa: E402
 import plot  # noqa: E402
+import step_bars  # noqa: E402
 import step_tables  # noqa: E402
 import tables  # noqa: E402
 
@@ -109,8 +110,6 @@ def test_remarks():
 
 
 def test_promises_of_steps():
-    import step_bars
-
     alone = {"fastdp graph, one GPU": 8.0, "DDP compiled reduce-overhead": 7.0}
     found = table("mlp", 64, EAGER | alone)
     assert [(b["bar"], b["measured"], b["holds"]) for b in step_bars.bars(found)] == [
@@ -134,6 +133,54 @@ def test_promises_of_steps():
     assert "2 of 4 promises hold; not: DDP over fastdp graph is 1.5 (at least 4.5); DDP" in text
     assert "| fastdp, `graph`, one GPU |" in text
     assert text.count("| fastdp, `graph`, one GPU |") == 1  # with the times, not with the ratios
+
+
+@pytest.mark.parametrize(
+    "bare_ms, eager_ms, end",
+    [
+        (25.0, 25.0, "; bare modules alone: 1.6, no eager step of one process reaches it here"),
+        (21.0, 25.0, "; bare modules alone: 1.9"),  # a little above 1.9: within reach
+        (32.0, 25.0, "; bare modules alone: 1.25"),  # slower than fastdp: no floor
+        (None, 25.0, ""),
+        (20.0, 20.0, None),  # the bar holds
+    ],
+)
+def test_a_promise_that_fails_says_what_the_floor_would_be(capsys, bare_ms, eager_ms, end):
+    times = EAGER | {"fastdp eager": eager_ms}
+    if bare_ms is not None:
+        times["bare modules"] = bare_ms
+    for found in (
+        table("mlp", 64, times),
+        table("mlp", 64, times | {"torch DP": 36.0}, devices=(0, 0), part="backward"),
+    ):
+        found["bars"] = [b for b in step_bars.bars(found) if b["bar"].endswith("fastdp eager")]
+        (bar,) = found["bars"]
+        assert bar["holds"] == (end is None) and ("floor" in bar) == bool(end)
+        step_bars.show(found["bars"])
+        said = capsys.readouterr().out
+        text = " ".join(tables.render([run_of(found)]).split())
+        if end is None:
+            assert "bare modules alone" not in said + text
+        elif found["part"] == "step":
+            assert said == f"FAILS: torch DP over fastdp eager is 1.600, at least 1.9{end}\n"
+            assert f"torch DP over fastdp eager is 1.6 (at least 1.9{end})." in text
+
+
+def test_the_floor_has_a_column_where_it_was_run():
+    floor = EAGER | {"bare modules": 16.0}
+    text = tables.render([run_of(table("mlp", 64, floor), table("gpt2", 8, EAGER))])
+    name, found = "bare modules, no communication", rows_of(text)
+    assert found[0][1:4] == ["one GPU", name, "torch DP"]
+    assert [row[2] for row in found[1:3]] == ["16.0", "–"]
+    assert found[3][:5] == ["Model (batch per GPU)", "of", "one GPU", name, "torch DP"]
+    # 40 ms of torch DP: 2.50 times the floor, 2.00 times fastdp.
+    assert [row[1:5] for row in found[4:6]] == [
+        [name, "1.25", "1.00", "2.50"],
+        ["fastdp, `eager`", "1.00", "0.80", "2.00"],
+    ]
+    assert "Bare modules are a copy of the model for each replica" in " ".join(text.split())
+    assert plot.kind_of("bare modules") == plot.kind_of("one GPU") == "floor"
+    assert "are modules" not in tables.render([run_of(table("mlp", 64, EAGER))])
 
 
 def test_moves_and_feeds_as_tables():
