@@ -1,5 +1,11 @@
 """What a wrapper holds on GPUs: the same after a thousand steps as after a hundred, nothing when it
-is gone, and nothing at all on a GPU that it was not given."""
+is gone, and nothing at all on a GPU that it was not given.
+
+What a process takes past torch's allocator is counted by the core, in its scratch pools. What else
+it may take of the driver shows in what a GPU has free, but so does what other processes take: it is
+judged where no other worker of the run (pytest-xdist) shares the GPUs. That steady steps take
+nothing of the driver at all is for test_cuda_nosync.py, which sees their calls.
+"""
 
 import gc
 import os
@@ -15,6 +21,7 @@ from gpu_lists import EIGHT, need
 from torch import nn
 
 import fastdp
+from fastdp.memory import scratch_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,6 +34,10 @@ GRANULE_BYTES = 2 * 2**20
 # torch takes its own in pieces of up to this, and which thread frees first is chance.
 SEGMENT_BYTES = 20 * 2**20
 
+# How many buffers the core's pools need depends on how far behind the GPUs are: chance, too. One
+# bucket that is not given back at each of 900 steps takes more than 50 MiB.
+POOLED_BYTES = 20 * 2**20
+
 # How long a forward takes on its GPU is now and then measured between two events (pace.py).
 PACE_EVENTS = 2
 
@@ -34,6 +45,20 @@ PACE_EVENTS = 2
 @pytest.fixture(params=[(0, 0), (0, 1), (3, 2, 1, 0), EIGHT[0]], ids=str)
 def ids(request):
     return need(request.param)
+
+
+def is_alone():
+    """Whether this process has the GPUs for itself, as far as the run knows."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
+
+
+def lent_bytes(devices):
+    """Of each GPU what the core's pools hold once all work is done and what is idle is given back:
+    what somebody has not returned."""
+    for device in devices:
+        torch.cuda.synchronize(device)
+    held = scratch_bytes(trim=True)
+    return [held.get(device, 0) for device in devices]
 
 
 def live_events():
@@ -50,6 +75,7 @@ class Held:
         gc.collect()
         self.allocated = [torch.cuda.memory_allocated(device) for device in steps.devices]
         self.reserved = [torch.cuda.memory_reserved(device) for device in steps.devices]
+        self.pooled = scratch_bytes()  # of the host, too: pinned memory
         self.free = [torch.cuda.mem_get_info(device)[0] for device in steps.devices]
         self.threads = len(os.listdir("/proc/self/task"))
         self.events = live_events()
@@ -58,6 +84,7 @@ class Held:
 @pytest.mark.row("G3")
 def test_a_thousand_steps_hold_no_more_than_a_hundred(ids):
     steps = Steps(ids, layers=4)
+    lent = lent_bytes(steps.devices)
 
     def run(count):
         for k in range(count):
@@ -70,13 +97,19 @@ def test_a_thousand_steps_hold_no_more_than_a_hundred(ids):
     run(900)
     after = Held(steps)
     assert after.allocated == before.allocated
-    assert after.threads == before.threads
+    assert after.threads <= before.threads  # those of earlier tests may end meanwhile
     assert after.events <= before.events + PACE_EVENTS
     for k, device in enumerate(steps.devices):
         grown = after.reserved[k] - before.reserved[k]
         assert grown <= SEGMENT_BYTES, f"{device}: torch reserves {grown} bytes more"
         beside = before.free[k] - after.free[k] - grown
-        assert beside <= GRANULE_BYTES, f"{device}: {beside} bytes were taken past torch"
+        if is_alone():
+            assert beside <= GRANULE_BYTES, f"{device}: {beside} bytes were taken past torch"
+    for device, pooled_bytes in after.pooled.items():
+        grown = pooled_bytes - before.pooled.get(device, 0)
+        assert grown <= POOLED_BYTES, f"{device}: the core's pools hold {grown} bytes more"
+    for device, old, new in zip(steps.devices, lent, lent_bytes(steps.devices)):
+        assert new <= old, f"{device}: {new - old} bytes of scratch were not given back"
 
 
 @pytest.mark.row("G3")
@@ -133,13 +166,17 @@ def test_peak_on_the_first_gpu():
         return torch.cuda.max_memory_allocated(0)
 
     bare = peak(module)
+    first = torch.device("cuda", 0)
     free = torch.cuda.mem_get_info(0)[0]
     reserved = torch.cuda.memory_reserved(0)
+    scratch = scratch_bytes().get(first, 0)
     wrapped = peak(fastdp.DataParallel(module, device_ids=[0, 1], bucket_bytes=2**22))
     assert wrapped - bare <= 2 * set_bytes
     # What the core takes from the driver itself; and torch's contexts of peers, once.
     beside = free - torch.cuda.mem_get_info(0)[0] - (torch.cuda.memory_reserved(0) - reserved)
-    assert wrapped - bare + beside <= 2 * set_bytes + 256 * 2**20
+    counted = scratch_bytes().get(first, 0) - scratch
+    for taken in (counted, beside) if is_alone() else (counted,):
+        assert wrapped - bare + taken <= 2 * set_bytes + 256 * 2**20
 
 
 @pytest.fixture(scope="module")
