@@ -1,6 +1,7 @@
-/* The sum of transport_peer.c: ranks on other devices than home pack what they contribute, unless
- * it is one large tensor, and home, or every device a shard of it, adds it up over the peers'
- * memory. The streams are as in transport.h. */
+/* The sum of transport_peer.c: ranks on other devices than home pack what they contribute, or leave
+ * it where it lies if it is large, and home, or every device a shard of it, adds it up over the
+ * peers' memory; or they copy it to home, if it is one very large tensor. The streams are as in
+ * transport.h. */
 #ifndef FDP_PEER_SUM_H
 #define FDP_PEER_SUM_H
 

@@ -7,7 +7,8 @@
  * what lies on an endpoint on that endpoint's stream, after all that is enqueued there, and writes
  * on the target's; when it returns, each source's stream waits for the reads, and the targets'
  * streams have the writes enqueued. When it fails, work may have been enqueued in part; sources'
- * streams then may not wait for it, but home's waits for all that reads the sources of a sum.
+ * streams then may not wait for it, but home's waits for all that reads the sources of a sum on
+ * other streams than theirs.
  * Endpoints may repeat devices and streams. Argument arrays are read before the call returns. Any
  * thread; a transport guards what it keeps.
  *

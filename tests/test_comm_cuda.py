@@ -96,6 +96,27 @@ def test_reduce_add(pair, formats):
     assert comm.reduce_add(tensors[:1], pair[0]) is tensors[0]
 
 
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("count", [2**23 - 1, 2**23, 2**23 + 1, 2**25 + 3])
+def test_large_sums(pair, late, count):
+    """About the size from which a tensor is copied to its destination first (csrc/limits.h), one
+    GPU later than the other; the inputs are written again right after the call."""
+    torch.manual_seed(0)
+    on_host = [torch.randint(-1000, 1000, (count,)).float() for _ in range(2)]
+    tensors = [values.to(f"cuda:{index}") for values, index in zip(on_host, pair)]
+    for index in pair:
+        torch.cuda.synchronize(index)
+    for _ in range(2):
+        with torch.cuda.device(pair[late]):
+            torch.cuda._sleep(20_000_000)  # some 10 ms
+        for tensor in tensors:
+            tensor.mul_(2)
+        total = comm.reduce_add(tensors, pair[0])
+        for tensor in tensors:
+            tensor.div_(2)
+        assert torch.equal(total.cpu(), 2 * (on_host[0] + on_host[1]))
+
+
 def mixed(rank, device):
     places, entries = torch.tensor([[0, 1, 1], [2, 0, 0]]), torch.tensor([1.0, 2, 3]) + rank
     sparse = torch.sparse_coo_tensor(places, entries, (3, 4), check_invariants=True)

@@ -34,9 +34,11 @@ KERNELS := $(wildcard $(ROOT)/kernels/*.cu)
 OBJECTS := $(patsubst $(ROOT)/%,$(BUILD)/%.o,$(CORE) $(REF) $(KERNELS))
 HEADERS := $(wildcard *.h *.cuh $(ROOT)/csrc/*.h $(ROOT)/kernels/*.h $(ROOT)/kernels/*.cuh)
 # nvcc passes C on to the C compiler, with the toolkit's headers.
-# Buckets of gpu_transports are no larger than a few megabytes: they go in chunks all the same.
+# Buckets of gpu_transports are no larger than a few megabytes: they go in chunks, are fetched or
+# stay in place all the same.
 LIMITS := -DFDP_PEER_CHUNK_BYTES=262144 -DFDP_PEER_DIRECT_BYTES=65536 -DFDP_PEER_STAY_BYTES=131072 \
-          -DFDP_PEER_FETCH_BYTES=524288 -DFDP_PEER_FETCH_CHUNK_BYTES=131072
+          -DFDP_PEER_STAY_MEAN_BYTES=1048576 -DFDP_PEER_FETCH_BYTES=524288 \
+          -DFDP_PEER_FETCH_CHUNK_BYTES=131072
 CC_NVCC := $(NVCC) -x c -O2 $(LIMITS) -DFDP_WITH_CUDA -D_GNU_SOURCE -Xcompiler -std=c11,-pthread
 CUDA_NVCC := $(NVCC) -std=c++17 -O2 -lineinfo -arch=$(ARCH) -DFDP_WITH_CUDA
 LINK := $(NVCC) -arch=$(ARCH)
