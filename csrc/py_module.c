@@ -171,7 +171,8 @@ static PyMethodDef module_methods[] = {
     {"set_deadline", set_deadline, METH_O,
      PyDoc_STR("set_deadline(timeout_ms, /)\n--\n\nOf this thread's waits; gives the former.")},
     {"scatter", (PyCFunction)(void *)fdp_py_scatter, METH_FASTCALL,
-     PyDoc_STR("scatter(source, targets, dim, /)\n--\n\nSlices of source into the targets.")},
+     PyDoc_STR("scatter(source, targets, dim, source_stream=None, /)\n--\n\n"
+               "Slices of source into the targets.")},
     {"gather", (PyCFunction)(void *)fdp_py_gather, METH_FASTCALL,
      PyDoc_STR("gather(sources, target, dim, /)\n--\n\nThe sources, one after another.")},
     {"broadcast", (PyCFunction)(void *)fdp_py_broadcast, METH_FASTCALL,

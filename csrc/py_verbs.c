@@ -68,15 +68,30 @@ static int read_dim(PyObject *object, int32_t *dim) {
   return -1;
 }
 
+/* A GPU's stream by its handle, as torch gives it. None stands for the current one, and on the host
+ * there is no other. */
+static int read_stream(PyObject *object, fdp_device_id device, fdp_stream **stream) {
+  fdp_stream *read;
+
+  if (object == Py_None) return 0;
+  read = PyLong_AsVoidPtr(object);
+  if (read == NULL && PyErr_Occurred()) return -1;
+  if (device.kind == FDP_DEVICE_CUDA) *stream = read;
+  return 0;
+}
+
 PyObject *fdp_py_scatter(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
   verb_call call;
   fdp_status status = FDP_OK;
   bool borrowed;
   int32_t dim;
 
-  if (fdp_py_expect_count("scatter", count, 3) < 0) return NULL;
+  if (count != 4 && fdp_py_expect_count("scatter", count, 3) < 0) return NULL;
   if (read_dim(arguments[2], &dim) < 0) return NULL;
   borrowed = verb_one_to_many(&call, module, arguments[0], arguments[1]) == 0;
+  if (borrowed && count == 4) {
+    borrowed = read_stream(arguments[3], call.one.device, &call.one_stream) == 0;
+  }
   if (borrowed) {
     Py_BEGIN_ALLOW_THREADS
     status = fdp_scatter(call.context, &call.one, call.one_stream, call.many.items,

@@ -63,7 +63,17 @@ def _use_exchange_table(use: bool, /) -> bool:
 
 # Verbs on whole tensors. Targets are written; they are contiguous or strided, never overlapping.
 # The first verb opens the core and connects its log to `logging` (logger "fastdp").
-def scatter(source: _Producer, targets: Tuple[_Producer, ...], dim: int, /) -> None: ...
+def scatter(
+    source: _Producer,
+    targets: Tuple[_Producer, ...],
+    dim: int,
+    source_stream: Optional[int] = None,
+    /,
+) -> None:
+    """Slices of source into the targets. `source_stream`: the handle of the stream of the source's
+    GPU that the source is ready on, and that waits for the reads of it, in place of the current
+    one. It is not checked, and without a meaning where the source is the host's."""
+
 def gather(sources: Tuple[_Producer, ...], target: _Producer, dim: int, /) -> None: ...
 def broadcast(source: _Producer, targets: Tuple[_Producer, ...], /) -> None: ...
 def reduce(sources: Tuple[_Producer, ...], target: _Producer, /) -> None: ...

@@ -11,11 +11,15 @@ never on the host, and once per bucket and stream (`_C.Gate`).
 from __future__ import annotations
 
 import functools
+from typing import Any, List
 
 import torch
 
 from . import _C, _torch_compat
 from .streams import current_stream
+
+# Buckets, from the first on, that a recorded forward waits for one by one.
+_SINGLE = 3
 
 
 def make_gate(device: torch.device) -> _C.Gate:
@@ -23,5 +27,19 @@ def make_gate(device: torch.device) -> _C.Gate:
     return _C.Gate(device.index, functools.partial(_wait, device), _torch_compat.raw_stream)
 
 
-def _wait(device: torch.device, event: torch.cuda.Event) -> None:
+def _wait(device: torch.device, event: Any) -> None:
     current_stream(device).wait_event(event)
+
+
+def waits(bucket_count: int) -> List[int]:
+    """For each bucket the one that is waited for where it is first read, itself or a later one: a
+    wait costs a recorded forward some 10 us, and copies are much faster than compute. So groups of
+    buckets, larger and larger ones, are waited for at once."""
+    lasts: List[int] = []
+    size = 1
+    while len(lasts) < bucket_count:
+        last = min(len(lasts) + size, bucket_count) - 1
+        lasts += [last] * (last + 1 - len(lasts))
+        if len(lasts) >= _SINGLE:
+            size *= 2
+    return lasts

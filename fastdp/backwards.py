@@ -15,15 +15,23 @@ from .tapes import Column, Tape
 
 
 class Backward:
-    """Made right after its capture; `places` are those of its columns among all."""
+    """Made right after its capture; `places` are those of its columns among all, `counts` the
+    numbers of tensors of the buckets."""
 
-    def __init__(self, places: List[int], graphs: List[Any], tapes: Sequence[Tape]) -> None:
+    def __init__(
+        self, places: List[int], graphs: List[Any], tapes: Sequence[Tape], counts: Sequence[int]
+    ) -> None:
         self.places = places
         self.graphs = graphs
         # For each bucket, the slots for which no replica has a gradient.
         self.unused = [
-            [slot for slot in range(len(slots or ())) if not any(row and row[slot] for row in rows)]
-            for slots, rows in zip(tapes[0].slots, zip(*[tape.present for tape in tapes]))
+            [slot for slot in range(count) if not any(row and row[slot] for row in rows)]
+            for count, rows in zip(counts, zip(*[tape.present for tape in tapes]))
+        ]
+        # For each bucket whose gradients are not packed, those of each replica.
+        self.made = [
+            tuple([row or (None,) * count for row in rows])
+            for count, rows in zip(counts, zip(*[tape.made for tape in tapes]))
         ]
         self.input_gradients: List[Optional[torch.Tensor]] = [
             None if gradient is None else gradient.detach()
@@ -47,7 +55,7 @@ def ways(columns: Sequence[Column], asked: Optional[FrozenSet[int]]) -> List[Lis
 
 
 class Sums:
-    """The gradients of one bucket, packed by each replica, on their way to their sum."""
+    """The gradients of one bucket, of each replica, on their way to their sum."""
 
     def __init__(self, bucket: Bucket, tapes: Sequence[Tape], keeps_none: bool) -> None:
         k = bucket.number
@@ -60,8 +68,11 @@ class Sums:
         """On the streams that are current: behind the recorded events, the sum in rank order."""
         for device, event in self._ready:
             current_stream(device).wait_event(event)
-        size = self._packed[0].numel()
-        _C.reduce(self._packed, flat if flat.numel() == size else flat[:size])
+        if self._packed[0] is None:
+            self.bucket.core.reduce(way.made[self.bucket.number], flat)
+        else:
+            size = self._packed[0].numel()
+            _C.reduce(self._packed, flat if flat.numel() == size else flat[:size])
         slots: List[Optional[torch.Tensor]] = list(self.bucket.slots(flat))
         for slot in way.unused[self.bucket.number] if self._keeps_none else ():
             slots[slot] = None

@@ -3,18 +3,19 @@ done around them at every step.
 
 Fixed memory ("static"): each replica's arguments; the parameters and buffers of every replica but
 the first, which reads the module's own in place; each replica's outputs and their gradients; each
-replica's parameter gradients, packed by bucket. What leaves a step (outputs, gradients) is always
-new memory.
+replica's parameter gradients, where these are small packed by bucket. What leaves a step (outputs,
+gradients) is always new memory.
 
 A step: arguments are copied in; buckets are broadcast on the communication streams, and each
 replica's forward graph waits, inside, for the event of a bucket where it is first read; outputs are
-joined. Backward: gradients are cut into the static ones; each backward graph packs a bucket as soon
-as its gradients are complete and records an event; the communication streams wait for these and sum
-the bucket into new memory.
+joined. Backward: gradients are cut into the static ones; each backward graph packs a bucket of
+small gradients as soon as they are complete, and records an event; the communication streams wait
+for these and sum the bucket into new memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
@@ -22,10 +23,12 @@ import torch
 
 from . import _C, _torch_compat, captures, trees
 from .arrays import TORCH
+from .awaited import waits
 from .backwards import Backward, Sums, ways
 from .buckets import resolved
 from .functions import check_fit
 from .graph_step import Call, apply_step
+from .lending import Lender
 from .outputs import map_output, without_graph
 from .phases import bucket_phase, phase
 from .plans import Source
@@ -63,6 +66,7 @@ class Recording:
         apart = len(buckets) if source.communication.apart else 0
         # Of each device, for each bucket: recorded behind its copies.
         self._arrivals = {d: recorder.events(apart) for d in dict.fromkeys(source.devices)}
+        self._lender = Lender(self._home) if apart else None
         for tape in self._tapes:
             tape.ready = recorder.events(apart)
         others = self._tapes[1:]
@@ -73,7 +77,7 @@ class Recording:
         self._sums = [
             Sums(bucket, self._tapes, bucket.keeps_none or not source.gathered)
             for bucket in reversed(buckets)
-            if self._tapes[0].packed[bucket.number] is not None
+            if self._tapes[0].learns[bucket.number]
         ]
         self._learning = [place for sums in self._sums for place in sums.bucket.places]
         self._streams: List[Any] = []  # of the last step
@@ -90,7 +94,8 @@ class Recording:
 
     def arrived(self, device: torch.device) -> List[Any]:
         """As a `Communication`: what the replicas' dictionaries wait for (awaited.py)."""
-        return self._arrivals[device]
+        arrivals = self._arrivals[device]
+        return [arrivals[last] for last in waits(len(arrivals))]
 
     @property
     def ranks(self) -> int:
@@ -129,6 +134,8 @@ class Recording:
     def _capture(self, source: Source, rows: Any, named: Any, recorder: Any) -> None:
         buffers = [t for t in source.tensors[source.plan.parameter_count :]]
         kept = [buffer.detach().clone() for buffer in buffers]
+        source.communication.open()
+        source.communication.begin()
         self._send(source.tensors)
         try:
             with recorder.aside():
@@ -160,6 +167,7 @@ class Recording:
                 tape.module = module
                 forwards.append(record(tape.device, pool, tape.forward))
             columns = self._columns_of([tape.output for tape in tapes], source.grad)
+            counts = [bucket.count for bucket in self._plan.buckets]
             backwards = []
             every = ways(columns, self._asked)
             for places in every:
@@ -168,7 +176,7 @@ class Recording:
                     record(tape.device, pool, functools.partial(tape.backward, *act))
                     for tape, pool in zip(tapes, pools)
                 ]
-                backwards.append(Backward(places, graphs, tapes))
+                backwards.append(Backward(places, graphs, tapes, counts))
             if keep:
                 self._keep(columns, forwards, backwards)
                 self._pools = pools
@@ -242,15 +250,18 @@ class Recording:
         for stream, last in zip(call.compute.streams, self._streams):
             wait_for(stream, last)  # the user may have changed streams: one step at a time
         self._streams = call.compute.streams
-        # Arguments first: a copy engine does what it is given in order, and a small copy behind all
-        # parameters would hold up the start of every replica.
-        with torch.no_grad(), phase("scatter"):
-            call.fill()
-        call.fill = None
-        self._send(call.tensors)
-        with phase("replay of forwards"):
-            for graph in self._forwards:
-                graph.replay()
+        communication.open()
+        communication.begin()
+        with contextlib.nullcontext() if self._lender is None else self._lender.lending():
+            # Arguments first: a copy engine does what it is given in order, and a small copy behind
+            # all parameters would hold up the start of every replica.
+            with torch.no_grad(), phase("scatter"):
+                call.fill()
+            call.fill = None
+            self._send(call.tensors)
+            with phase("replay of forwards"):
+                for graph in self._forwards:
+                    graph.replay()
         # The parameters may be written once this returns: after the copies out of them.
         communication.deliver()
         call.versions = _versions(call.tensors[: self._plan.parameter_count])
@@ -272,17 +283,15 @@ class Recording:
     def _fill_whole(self, arguments: Sequence[torch.Tensor]) -> None:
         for argument, pieces in zip(arguments, zip(*[tape.inputs for tape in self._tapes])):
             if self._joined:
-                _C.scatter(argument.detach(), pieces, self._dim % argument.dim())
+                lent = None if self._lender is None else self._lender.of(argument)
+                _C.scatter(argument.detach(), pieces, self._dim % argument.dim(), lent)
                 hold_pinned(argument, self._devices)
             else:
                 pieces[0].copy_(argument)
 
     def _send(self, tensors: Tensors) -> None:
         """This step's parameters and buffers to all replicas but the first."""
-        communication = self._communication
-        communication.open()
-        communication.begin()
-        with communication.current():
+        with self._communication.current():
             streams = [(current_stream(d), e) for d, e in self._arrivals.items() if e]
             for k, bucket in enumerate(self._plan.buckets):
                 if self._flats[k]:

@@ -7,14 +7,20 @@ from typing import Any, List, Optional, Sequence, Tuple
 import torch
 
 from . import signatures
-from .buckets import Bucket
-from .graph_step import behind_boundary
+from .buckets import Bucket, is_sparse, resolved
+from .graph_step import Gradients, behind_boundary
 from .plans import Source
 from .readiness import uncompiled
 from .reads import Reads
 from .signatures import NotRecordable
+from .streams import current_stream
 
 Tensors = Tuple[torch.Tensor, ...]
+
+# Gradients of a bucket whose tensors are larger than this on average stay where a recorded backward
+# makes them until they are summed. To pack smaller ones costs the GPU less than it costs the host
+# to name them one by one at every step.
+_LARGE_BYTES = 256 * 2**10
 
 
 class Column:
@@ -54,11 +60,15 @@ class Tape:
         buckets = source.plan.buckets
         # Buckets of the module's own tensors have no memory here.
         self.flats = [None if rank == 0 else _zeros(b, b.length, self.device) for b in buckets]
+        self.learns = [source.grad and b.requires_grad for b in buckets]
+        # Static memory for gradients, by bucket; None where they stay where they are made,
         self.packed = [
-            _zeros(b, b.core.size_elems, self.device) if source.grad and b.requires_grad else None
-            for b in buckets
+            _zeros(b, b.core.size_elems, self.device) if learns and not _is_large(b) else None
+            for b, learns in zip(buckets, self.learns)
         ]
         self.slots = [None if p is None else b.slots(p) for b, p in zip(buckets, self.packed)]
+        # which is here: of the backward that was recorded last.
+        self.made: List[Optional[Gradients]] = [None] * len(buckets)
         # Which tensors of each bucket had a gradient in the recorded backward.
         self.present: List[Optional[List[bool]]] = [None] * len(buckets)
         self.ready: List[Any] = []
@@ -109,22 +119,27 @@ class Tape:
                         tensor.requires_grad_()
             return home
 
-        if self.packed[k] is None:
+        if not self.learns[k]:
             return make()
         anchor = torch.empty(0, device=self.device, requires_grad=True)
         self.anchors.append(anchor)
-        return behind_boundary(make, lambda gradients: self._pack(k, gradients), anchor)
+        return behind_boundary(make, lambda gradients: self._take(k, gradients), anchor)
 
-    def _pack(self, k: int, gradients: Sequence[Optional[torch.Tensor]]) -> None:
+    def _take(self, k: int, gradients: Sequence[Optional[torch.Tensor]]) -> None:
+        """The gradients of bucket k, in a backward, as soon as all of them are there."""
         self.present[k] = [gradient is not None for gradient in gradients]
-        pairs = [(s, g) for s, g in zip(self.slots[k], gradients) if g is not None]
-        if any(g.layout != torch.strided for _, g in pairs):
+        if any(is_sparse(gradient) for gradient in gradients):
             raise NotRecordable("a parameter's gradient is sparse")
-        if pairs:
-            slots, present = zip(*pairs)
-            torch._foreach_copy_(list(slots), list(present))
+        if self.packed[k] is None:
+            # As long as somebody holds one, neither torch's allocator nor its engine writes to it.
+            self.made[k] = tuple(map(resolved, gradients))
+        else:
+            pairs = [(s, g) for s, g in zip(self.slots[k], gradients) if g is not None]
+            if pairs:
+                slots, present = zip(*pairs)
+                torch._foreach_copy_(list(slots), list(present))
         if self.ready:
-            self.ready[k].record()
+            self.ready[k].record(current_stream(self.device))
 
     def forward(self) -> None:
         row, named = self.arguments
@@ -144,6 +159,7 @@ class Tape:
             self.reads.check_leaves(outputs, self.anchors + self.leaves)
             self.reads = None if not keep else self.reads
         self.present = [None] * len(self.present)
+        self.made = [None] * len(self.made)
         gradients = torch.autograd.grad(
             outputs,
             self.anchors + self.leaves,
@@ -157,6 +173,12 @@ class Tape:
         """Drops what an attempt made, its graph above all."""
         self.module = self.arguments = self.output = None
         self.leaves, self.anchors, self.leaf_gradients = [], [], ()
+        self.made = [None] * len(self.made)
+
+
+def _is_large(bucket: Bucket) -> bool:
+    size_bytes = bucket.core.size_elems * bucket.dtype.itemsize
+    return size_bytes > _LARGE_BYTES * bucket.count
 
 
 def _zeros(bucket: Bucket, length: int, device: torch.device) -> torch.Tensor:

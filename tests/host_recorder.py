@@ -70,6 +70,10 @@ def _tensors(tree: Any) -> list:
     return [t for item in tree for t in _tensors(item)] if isinstance(tree, (list, tuple)) else []
 
 
+def _flat(made: list) -> list:
+    return [gradient for gradients in made for gradient in gradients or ()]
+
+
 def _write(static: torch.Tensor, value: torch.Tensor) -> None:
     """As a kernel writes that runs again: each element once, and its own result nowhere else."""
     for dim, (size, stride) in enumerate(zip(static.shape, static.stride())):
@@ -92,6 +96,7 @@ class _Again:
         else:
             self._anchors, self._leaves = tape.anchors, tape.leaves
             self._first = list(tape.leaf_gradients)
+            self._made = list(tape.made)
             self._wanted = [c for c in self._columns if c.differentiable]
             outputs = _tensors(tape.output)
             self._places = [
@@ -103,7 +108,7 @@ class _Again:
         tape = self._tape
         if self._columns is None:
             row, named = self._arguments
-            learns = any(tape.wants) or any(p is not None for p in tape.packed)
+            learns = any(tape.wants) or any(tape.learns)
             with torch.set_grad_enabled(learns):
                 tape.again = _tensors(self._module(*row, **named))
             results = tape.again
@@ -114,7 +119,11 @@ class _Again:
                 outputs, self._anchors + self._leaves, gradients, allow_unused=True
             )[len(self._anchors) :]
             tape.again = None
+            self._write_all(_flat(self._made), _flat(tape.made))
+        self._write_all(self._first, results)
+
+    def _write_all(self, firsts: list, results: list) -> None:
         with torch.no_grad():
-            for first, result in zip(self._first, results):
+            for first, result in zip(firsts, results):
                 if first is not None:
                     _write(first, result)

@@ -394,3 +394,21 @@ def test_a_table_that_fails_without_an_error(entry):
 
     with pytest.raises(SystemError, match=r"^tensors\[1\]: the producer failed without an error$"):
         _C.borrow((torch.ones(1), Carrier()))
+
+
+def test_the_stream_of_a_scatters_source(way):
+    """On the host there is one, whatever the handle."""
+    source, targets = torch.arange(6.0), (torch.empty(3), torch.empty(3))
+    for stream in (None, 0, 7):
+        for target in targets:
+            target.zero_()
+        _C.scatter(source, targets, 0, stream)
+        assert torch.equal(torch.cat(targets), source)
+    for wrong in ("7", 7.0):
+        with pytest.raises(TypeError):
+            _C.scatter(source, targets, 0, wrong)
+    with pytest.raises(OverflowError):
+        _C.scatter(source, targets, 0, 2**70)
+    with pytest.raises(TypeError, match="scatter"):
+        _C.scatter(source, targets, 0, None, None)
+    _C.scatter(source, targets, 0)

@@ -1,0 +1,40 @@
+"""Arguments of a recorded step that other GPUs read while the one that they lie on computes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator, Optional
+
+import torch
+
+from .streams import current_stream, wait_for
+
+
+class Lender:
+    """A stream of the home device's, on which arguments are ready, and which waits until the other
+    GPUs have read them: in place of the stream of home's replica, whose forward would start that
+    much later (two H200, ResNet-50, 77 MB of images for the other GPU: 0.26 of 29 ms)."""
+
+    def __init__(self, home: torch.device) -> None:
+        self._home = home
+        self._stream: Any = None
+        self.handle: Optional[int] = None  # while it lends
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[None]:
+        """Around a forward: in the end home's current stream waits for all reads, since its caller
+        may write to the arguments."""
+        compute = current_stream(self._home)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._home)
+        wait_for(self._stream, compute)
+        self.handle = self._stream.cuda_stream
+        try:
+            yield
+        finally:
+            self.handle = None
+            wait_for(compute, self._stream)
+
+    def of(self, argument: torch.Tensor) -> Optional[int]:
+        """The handle of the stream that the argument is ready on; None: the current one."""
+        return self.handle if argument.device == self._home else None

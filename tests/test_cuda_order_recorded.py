@@ -1,0 +1,186 @@
+"""As test_cuda_order.py, of recorded steps: delays inside the graphs, which are chosen when they
+are recorded, and around them, at every step; NaN in all memory that a step fills anew."""
+
+import contextlib
+
+import pytest
+import torch
+from conftest import no_cuda_reason
+from cuda_segments import Delayed, Synchronised
+from gpu_lists import EIGHT, need
+from test_cuda_order import SPOILT, differing, distinct
+from torch import nn
+from torch.nn import functional as F
+
+import fastdp
+from fastdp import backwards, recordings, tapes
+from fastdp.recordings import Recording
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(no_cuda_reason() is not None, reason=str(no_cuda_reason())),
+]
+
+STEPS, WIDTH, LAYERS = 8, 64, 9
+# Rows of a batch. The larger one's slices are moved by a copy engine (FDP_PEER_DIRECT_BYTES).
+SMALL, LARGE = 8, 160_000
+
+WAYS = [("auto", 0, 0), ("always", 0, 1), ("always", 1, 0), ("never", 0, 1)]
+WAYS += [("always", 3, 1), ("always", 3, 2, 1, 0), ("always", *EIGHT[2])]
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def ids(request, monkeypatch):
+    overlap, *found = request.param
+    need(found)
+    monkeypatch.setenv("FASTDP_OVERLAP", overlap)
+    return found
+
+
+@pytest.fixture(params=["packed", "where they are made"])
+def gradients(request, monkeypatch):
+    """Where a recorded backward leaves them."""
+    monkeypatch.setattr(tapes, "_LARGE_BYTES", 2**40 if request.param == "packed" else 0)
+
+
+@pytest.fixture(autouse=True)
+def _same_kernels_every_time():
+    kept = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    yield
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = kept
+
+
+class Hold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, way):
+        ctx.way = way
+        way.segment(x.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.way.segment(gradient.device)
+        return gradient, None
+
+
+class Net(nn.Module):
+    """Layers of a bucket each, with a delay before each of their forwards and backwards. The first
+    weight is also the last one's, so its gradient is added up from two."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.way = None
+
+    def forward(self, x):
+        for layer in self.layers:
+            if not torch.cuda.is_current_stream_capturing() or not isinstance(
+                self.way, Synchronised
+            ):
+                x = Hold.apply(x, self.way)
+            x = torch.tanh(layer(x))
+        return F.linear(self.norm(x), self.layers[0].weight)
+
+
+@contextlib.contextmanager
+def late(monkeypatch, way):
+    """Inside, what a recorded step does around its graphs goes through `way`."""
+    send, backward, into = Recording._send, Recording.backward, backwards.Sums.into
+
+    @contextlib.contextmanager
+    def late_phase(*args):
+        way.segment()
+        yield
+        way.segment()
+
+    def late_send(self, tensors):
+        with self._communication.current():
+            for flat in [flat for flats in self._flats for flat in flats]:
+                way.poison(flat)
+        send(self, tensors)
+
+    def late_backward(self, call, gradients):
+        with torch.no_grad():
+            for tape in self._tapes:
+                for packed in tape.packed:
+                    if packed is not None:
+                        way.poison(packed)
+            for each in self._backwards:
+                for made in [g for rows in each.made for row in rows for g in row]:
+                    if made is not None:
+                        way.poison(made)
+        way.segment()
+        return backward(self, call, gradients)
+
+    def late_into(self, flat, among):
+        way.poison(flat)
+        return into(self, flat, among)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recordings, "phase", late_phase)
+        patch.setattr(recordings, "bucket_phase", late_phase)
+        patch.setattr(Recording, "_send", late_send)
+        patch.setattr(Recording, "backward", late_backward)
+        patch.setattr(backwards.Sums, "into", late_into)
+        yield
+
+
+def trained(monkeypatch, ids, way, size):
+    """All outputs, gradients and weights of some steps. Each batch is overwritten at once."""
+    torch.manual_seed(0)
+    home = torch.device("cuda", ids[0])
+    module = Net().to(home)
+    module.way = way
+    dp = fastdp.DataParallel(module, ids, bucket_bytes=20_000, engine="graph")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    trace = []
+    with late(monkeypatch, way):
+        for k in range(STEPS):
+            generator = torch.Generator(device=home).manual_seed(k)
+            x = torch.randn(size, WIDTH, generator=generator, device=home)
+            optimizer.zero_grad(set_to_none=True)
+            out = dp(x)
+            x.fill_(SPOILT[x.dtype])
+            trace.append(out.detach()[:: max(size // 8, 1)].clone())
+            out.square().mean().backward()
+            del out, x
+            trace += [parameter.grad.clone() for parameter in module.parameters()]
+            optimizer.step()
+        trace += [tensor.clone() for tensor in module.state_dict().values()]
+    for device in distinct(ids):
+        torch.cuda.synchronize(device)
+    (forward,) = dp.report()["forwards"]
+    assert forward["steps"]["graph"] >= STEPS - 4, dp.report()["reasons"]
+    assert len(dp.report()["buckets"]) >= LAYERS
+    return [tensor.cpu() for tensor in trace]
+
+
+@pytest.mark.row("H8")
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+def test_recorded_steps_under_delays(monkeypatch, ids, gradients, size):
+    reference = trained(monkeypatch, ids, Synchronised(distinct(ids)), size)
+    for tensor in reference:
+        assert not tensor.is_floating_point() or tensor.isfinite().all()
+    for seed in (1, 2, 3):
+        trace = trained(monkeypatch, ids, Delayed(distinct(ids), seed), size)
+        wrong = differing(trace, reference)
+        assert not wrong, f"seed {seed}: of {len(trace)} tensors, these differ: {wrong}"
+
+
+def test_a_gradient_that_is_not_waited_for_shows(monkeypatch):
+    """Of the test itself."""
+    ids = need([0, 1])
+    monkeypatch.setenv("FASTDP_OVERLAP", "always")
+    monkeypatch.setattr(tapes, "_LARGE_BYTES", 0)
+    reference = trained(monkeypatch, ids, Synchronised(distinct(ids)), SMALL)
+    init = backwards.Sums.__init__
+
+    def deaf(self, *args):
+        init(self, *args)
+        self._ready = []
+
+    monkeypatch.setattr(backwards.Sums, "__init__", deaf)
+    found = [trained(monkeypatch, ids, Delayed(distinct(ids), s), SMALL) for s in (1, 2, 3)]
+    assert any(differing(trace, reference) for trace in found)
