@@ -50,3 +50,19 @@ done:
   pthread_mutex_unlock(&lanes->mutex);
   return status;
 }
+
+fdp_status fdp_lane_enter(fdp_lanes *lanes, const fdp_endpoint *base, fdp_endpoint *lane) {
+  fdp_status status = FDP_OK;
+  *lane = *base;
+  if (base->stream) return FDP_OK;
+  FDP_TRY(fdp_lane_of(lanes, base, lane));
+  FDP_TRY(fdp_endpoint_after(base, lane));
+done:
+  return status;
+}
+
+fdp_status fdp_lane_leave(const fdp_endpoint *lane, const fdp_endpoint *base, fdp_status status) {
+  if (lane->stream == base->stream) return status;
+  if (status != FDP_OK) return fdp_endpoint_settle(lane, base, status);
+  return fdp_endpoint_after(lane, base);
+}

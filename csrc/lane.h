@@ -15,4 +15,14 @@ void fdp_lanes_close(fdp_lanes *lanes);
 /* `base` with the lane of its device for a stream. */
 fdp_status fdp_lane_of(fdp_lanes *lanes, const fdp_endpoint *base, fdp_endpoint *lane);
 
+/* Note "default streams". A copy engine's copy between two GPUs on a legacy default stream starts
+ * only when all that was enqueued on the default streams of both has run, and holds up what follows
+ * on both (CUDA Programming Guide, "Peer-to-Peer Memory Copy"); it is the stream that most callers
+ * compute on. So it is enqueued on a lane. */
+/* Where such copies of `base` go: `base` itself, or the lane of its device if its stream is NULL,
+ * which waits for that stream. fdp_lane_leave follows if it succeeds. */
+fdp_status fdp_lane_enter(fdp_lanes *lanes, const fdp_endpoint *base, fdp_endpoint *lane);
+/* `base` waits for what was enqueued since. `status` and its message, or a failure of its own. */
+fdp_status fdp_lane_leave(const fdp_endpoint *lane, const fdp_endpoint *base, fdp_status status);
+
 #endif

@@ -23,11 +23,22 @@ static bool is_at_home(const peer_broadcast *work, int32_t index) {
   return work->targets[index].device == work->home->device;
 }
 
+/* Within the endpoint's device. */
 static fdp_status copy_bytes(const fdp_endpoint *endpoint, void *target, const void *source,
                              int64_t size_bytes) {
   if (size_bytes == 0) return FDP_OK;
   return endpoint->device->ops->copy(endpoint->device, endpoint->stream, target, source,
                                      size_bytes);
+}
+
+/* From another device. */
+static fdp_status pull_bytes(const peer_broadcast *work, const fdp_endpoint *endpoint,
+                             void *target, const void *source, int64_t size_bytes) {
+  fdp_endpoint lane;
+  fdp_status status = fdp_lane_enter(work->lanes, endpoint, &lane);
+  if (status != FDP_OK) return status;
+  status = copy_bytes(&lane, target, source, size_bytes);
+  return fdp_lane_leave(&lane, endpoint, status);
 }
 
 /* After a failure anybody may still be using the buffer: all streams are its last users. */
@@ -106,7 +117,7 @@ static fdp_status pull_chunks(const peer_broadcast *work) {
     FDP_TRY(start_leads(work, work->home));
     for (int32_t i = 0; i < work->leads.count; ++i) {
       int32_t lead = work->leads.indices[i];
-      FDP_TRY(copy_bytes(&work->targets[lead], (char *)work->flats[lead] + begin,
+      FDP_TRY(pull_bytes(work, &work->targets[lead], (char *)work->flats[lead] + begin,
                          (char *)work->scratch->data + begin, end - begin));
     }
   }
@@ -123,7 +134,7 @@ static fdp_status pull_pieces(const peer_broadcast *work, const fdp_endpoint *ta
     return target->device->ops->pack(target->device, target->stream, flat, pieces, piece_count);
   }
   for (int32_t k = 0; k < piece_count; ++k) {
-    FDP_TRY(copy_bytes(target, (char *)flat + pieces[k].offset_bytes, pieces[k].tensor,
+    FDP_TRY(pull_bytes(work, target, (char *)flat + pieces[k].offset_bytes, pieces[k].tensor,
                        pieces[k].size_bytes));
   }
 done:

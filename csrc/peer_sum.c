@@ -80,6 +80,17 @@ static const fdp_endpoint *flat_owner(const peer_reduction *work, int32_t r) {
   return work->ways[r] == FETCHED ? work->home : &work->ranks[r];
 }
 
+/* The rank's one segment into scratch on home. */
+static fdp_status push(const peer_reduction *work, const fdp_endpoint *rank, char *flat) {
+  const fdp_segment *segment = work->segments;
+  fdp_endpoint lane;
+  fdp_status status = fdp_lane_enter(work->lanes, rank, &lane);
+  if (status != FDP_OK) return status;
+  status = lane.device->ops->copy(lane.device, lane.stream, flat + segment->offset_bytes,
+                                  segment->tensor, segment->size_bytes);
+  return fdp_lane_leave(&lane, rank, status);
+}
+
 /* Brings what the rank contributes to the sums to where it is read, on the rank's own stream, and
  * lets home wait for it. The scratch may be home's: that stream waits for its former users, too. */
 static fdp_status bring_rank(peer_reduction *work, int32_t r, fdp_span_sums *sums) {
@@ -92,12 +103,10 @@ static fdp_status bring_rank(peer_reduction *work, int32_t r, fdp_span_sums *sum
                                &work->flats[r]));
   }
   char *flat = work->flats[r]->data;
-  const fdp_device_ops *ops = rank->device->ops;
   if (work->ways[r] == FETCHED) { /* one tensor, so one segment */
-    FDP_TRY(ops->copy(rank->device, rank->stream, flat + work->segments->offset_bytes,
-                      work->segments->tensor, work->segments->size_bytes));
+    FDP_TRY(push(work, rank, flat));
   } else {
-    FDP_TRY(ops->pack(rank->device, rank->stream, flat, work->segments, count));
+    FDP_TRY(rank->device->ops->pack(rank->device, rank->stream, flat, work->segments, count));
   }
   fdp_span_move(sums, r, flat);
   FDP_TRY(fdp_endpoint_after(rank, work->home));

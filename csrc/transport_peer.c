@@ -44,14 +44,23 @@ done:
   return status;
 }
 
-static fdp_status pull(const fdp_transfer *transfer) {
+static fdp_status pull(fdp_lanes *lanes, const fdp_transfer *transfer) {
   const fdp_endpoint *target = &transfer->target;
+  bool is_within = transfer->source.device == target->device;
+  fdp_endpoint lane;
+  fdp_status status;
   int64_t size_bytes = 0;
   for (int32_t i = 0; i < transfer->copy_count; ++i) {
     size_bytes += transfer->copies[i].ndim == 0 ? transfer->copies[i].item_bytes : 0;
   }
-  if (size_bytes > FDP_PEER_DIRECT_BYTES) {
+  if (size_bytes > FDP_PEER_DIRECT_BYTES && is_within) {
     return fdp_endpoint_copy(target, transfer->copies, transfer->copy_count);
+  }
+  if (size_bytes > FDP_PEER_DIRECT_BYTES) {
+    status = fdp_lane_enter(lanes, target, &lane);
+    if (status != FDP_OK) return status;
+    status = fdp_endpoint_copy(&lane, transfer->copies, transfer->copy_count);
+    return fdp_lane_leave(&lane, target, status);
   }
   if (transfer->copy_count == 0) return FDP_OK;
   return target->device->ops->copy_strided(target->device, target->stream, transfer->copies,
@@ -61,13 +70,13 @@ static fdp_status pull(const fdp_transfer *transfer) {
 /* Three passes, as in transport_local.c: each target's stream reads its source's memory. */
 static fdp_status peer_copy(const fdp_transport *transport, const fdp_transfer *transfers,
                             int32_t transfer_count) {
-  (void)transport;
+  fdp_lanes *lanes = ((const peer_transport *)transport)->lanes;
   fdp_status status = FDP_OK;
   for (int32_t i = 0; i < transfer_count; ++i) {
     FDP_TRY(fdp_endpoint_after(&transfers[i].source, &transfers[i].target));
   }
   for (int32_t i = 0; i < transfer_count; ++i) {
-    FDP_TRY(pull(&transfers[i]));
+    FDP_TRY(pull(lanes, &transfers[i]));
   }
   for (int32_t i = 0; i < transfer_count; ++i) {
     FDP_TRY(fdp_endpoint_after(&transfers[i].target, &transfers[i].source));
