@@ -63,6 +63,6 @@ done:
 
 fdp_status fdp_lane_leave(const fdp_endpoint *lane, const fdp_endpoint *base, fdp_status status) {
   if (lane->stream == base->stream) return status;
-  if (status != FDP_OK) return fdp_endpoint_settle(lane, base, status);
-  return fdp_endpoint_after(lane, base);
+  if (status == FDP_OK) status = fdp_endpoint_after(lane, base);
+  return status == FDP_OK ? status : fdp_endpoint_settle(lane, base, status);
 }

@@ -22,7 +22,8 @@ fdp_status fdp_lane_of(fdp_lanes *lanes, const fdp_endpoint *base, fdp_endpoint 
 /* Where such copies of `base` go: `base` itself, or the lane of its device if its stream is NULL,
  * which waits for that stream. fdp_lane_leave follows if it succeeds. */
 fdp_status fdp_lane_enter(fdp_lanes *lanes, const fdp_endpoint *base, fdp_endpoint *lane);
-/* `base` waits for what was enqueued since. `status` and its message, or a failure of its own. */
+/* `base` waits for what was enqueued since, also after a failure, as far as that goes: whoever uses
+ * the copies' memory next comes after `base`. `status` and its message, or a failure of its own. */
 fdp_status fdp_lane_leave(const fdp_endpoint *lane, const fdp_endpoint *base, fdp_status status);
 
 #endif

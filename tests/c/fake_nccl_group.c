@@ -45,7 +45,7 @@ static void *take_source(const op *from, const op *then) {
   void *bytes = memory_open(op_bytes(from));
   bool is_ok = device->ops->copy(device, from->stream, bytes, from->source,
                                  (int64_t)op_bytes(from)) == FDP_OK;
-  if (then->stream != from->stream) {
+  if (then->stream != from->stream || then->comm->device != device) { /* NULL is every device's */
     is_ok &= device->ops->event_open(device, &event) == FDP_OK &&
              device->ops->event_record(device, event, from->stream) == FDP_OK &&
              then->comm->device->ops->stream_wait(then->comm->device, then->stream, event) ==

@@ -208,7 +208,8 @@ static void run_user(const sim_operation *operation) { operation->user_run(opera
 void sim_work(fdp_device *device, fdp_stream *stream, const char *what, void (*run)(void *argument),
               void *argument, const fdp_view *reads, int32_t read_count, const fdp_view *writes,
               int32_t write_count) {
-  sim_place place = sim_place_of(stream->world, what, __builtin_return_address(0));
+  sim_place place = sim_place_of(((sim_backend *)device)->world, what, __builtin_return_address(0));
+  if (!stream) stream = sim_default_stream(device);
   sim_operation *operation = sim_push(stream, SIM_WORK, place);
   operation->device = ((sim_backend *)device)->index;
   operation->target = argument;

@@ -43,6 +43,11 @@ uint64_t sim_choose(sim *world, uint64_t bound);
 fdp_device *sim_device(sim *world, int32_t kind, int32_t ordinal);
 /* A stream of no device in particular. */
 fdp_stream *sim_stream(sim *world);
+/* What NULL stands for. The legacy default stream of a GPU makes no copies that touch memory of
+ * another one (csrc/lane.h, note "default streams"): they are reported. */
+fdp_stream *sim_default_stream(fdp_device *device);
+/* Whose memory it is that memory_take did not give, as far as those copies go. */
+void sim_own(fdp_device *device, const void *begin, int64_t size_bytes);
 /* `device` cannot reach memory of `peer`: peer_reach is refused. */
 void sim_forbid_peer(fdp_device *device, fdp_device *peer);
 

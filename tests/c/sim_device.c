@@ -27,6 +27,16 @@ static fdp_status arrive(fdp_device *device, const char *call) {
                   (long long)world->call_count, call);
 }
 
+fdp_stream *sim_default_stream(fdp_device *device) {
+  sim_backend *backend = backend_of(device);
+  fdp_stream **standard = &backend->standard[is_host(device) ? backend->world->thread : 0];
+  if (!*standard) {
+    *standard = sim_stream(backend->world);
+    (*standard)->device = backend;
+  }
+  return *standard;
+}
+
 /* The stream itself, or the device's own in place of NULL. */
 static fdp_stream *stream_of(fdp_device *device, fdp_stream *stream, const char *call) {
   sim_backend *backend = backend_of(device);
@@ -37,12 +47,7 @@ static fdp_stream *stream_of(fdp_device *device, fdp_stream *stream, const char 
     }
     return stream;
   }
-  fdp_stream **standard = &backend->standard[is_host(device) ? backend->world->thread : 0];
-  if (!*standard) {
-    *standard = sim_stream(backend->world);
-    (*standard)->device = backend;
-  }
-  return *standard;
+  return sim_default_stream(device);
 }
 
 static bool runs_at_once(const fdp_device *device, const fdp_stream *stream) {
@@ -105,8 +110,21 @@ static fdp_status copy_strided(fdp_device *device, fdp_stream *stream,
   return push_copies(device, stream, "copy_strided", copies, copy_count, HERE);
 }
 
+static void check_default_stream(fdp_device *device, const void *address, const void *site) {
+  sim *world = backend_of(device)->world;
+  int32_t owner = sim_memory_owner(world, address);
+  if (owner < 0 || owner == backend_of(device)->index || world->are_hosts[owner]) return;
+  sim_place place = sim_place_of(world, "copy", site);
+  sim_report(world, "copy (%s %d) @%p: between devices %d and %d on a default stream", place.note,
+             place.number, site, backend_of(device)->index, owner);
+}
+
 static fdp_status copy(fdp_device *device, fdp_stream *stream, void *target, const void *source,
                        int64_t size_bytes) {
+  if (!stream && !is_host(device)) {
+    check_default_stream(device, target, HERE);
+    check_default_stream(device, source, HERE);
+  }
   fdp_strided_copy whole = {.target = target, .source = source, .item_bytes = size_bytes};
   return push_copies(device, stream, "copy", &whole, 1, HERE);
 }

@@ -13,6 +13,7 @@
 #define SIM_MAX_DEVICES 16
 #define SIM_STACK_DEPTH 12
 #define SIM_MAX_TURNS 256
+#define SIM_MAX_AREAS 64
 #define SIM_TURN_STREAMS 16
 
 /* Of each stream and each host thread, how many of its steps came before. */
@@ -70,6 +71,13 @@ typedef struct sim_turn {
   int32_t count;
   sim_clock clock; /* what it came after */
 } sim_turn;
+
+/* Memory from elsewhere that is said to be a device's. */
+typedef struct sim_area {
+  const char *begin;
+  const char *end;
+  int32_t device;
+} sim_area;
 
 typedef enum sim_kind { SIM_WORK, SIM_RECORD, SIM_WAIT } sim_kind;
 
@@ -138,7 +146,9 @@ struct sim {
   bool reaches[SIM_MAX_DEVICES][SIM_MAX_DEVICES];
   bool forbids[SIM_MAX_DEVICES][SIM_MAX_DEVICES];
   sim_arena arenas[SIM_MAX_DEVICES + 1]; /* the last is pinned memory */
-  sim_log foreign;                       /* memory that is nobody's */
+  sim_log foreign;                       /* memory that memory_take did not give */
+  sim_area areas[SIM_MAX_AREAS];         /* of it */
+  int32_t area_count;
   sim_turn turns[SIM_MAX_TURNS];
   int32_t turn_count;
   int32_t wait_count;
@@ -187,6 +197,8 @@ void sim_memory_drop(sim *world, int32_t arena, void *address, sim_place place);
 int32_t sim_memory_live_count(const sim *world, int32_t arena);
 void sim_memory_close(sim *world);
 void sim_memory_forget(sim *world);
+/* The device whose memory it is, by index; -1: unknown, or pinned memory. */
+int32_t sim_memory_owner(const sim *world, const void *address);
 /* `actor`'s step with that clock touches those bytes; `device` < 0: the host, or unknown. */
 void sim_touch(sim *world, int32_t device, int32_t actor, const sim_clock *clock,
                const sim_place *place, const void *begin, int64_t size_bytes, bool writes);

@@ -1,6 +1,7 @@
 /* Memory of the simulated devices, and the record of who touched which bytes of it. An access that
  * a later one covers and is ordered before is forgotten: whatever is unordered with the first is
  * unordered with the second, or comes after both. */
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -99,6 +100,25 @@ void sim_memory_close(sim *world) {
     if (arena->base) munmap(arena->base, (size_t)ARENA_BYTES);
   }
   free(world->foreign.accesses);
+}
+
+void sim_own(fdp_device *device, const void *begin, int64_t size_bytes) {
+  sim *world = ((sim_backend *)device)->world;
+  assert(world->area_count < SIM_MAX_AREAS);
+  world->areas[world->area_count++] =
+      (sim_area){begin, (const char *)begin + size_bytes, ((sim_backend *)device)->index};
+}
+
+int32_t sim_memory_owner(const sim *world, const void *address) {
+  const char *at = address;
+  for (int32_t i = 0; i < SIM_MAX_DEVICES; ++i) {
+    const char *base = world->arenas[i].base;
+    if (base && at >= base && at < base + ARENA_BYTES) return i;
+  }
+  for (int32_t i = 0; i < world->area_count; ++i) {
+    if (at >= world->areas[i].begin && at < world->areas[i].end) return world->areas[i].device;
+  }
+  return -1;
 }
 
 /* --- accesses --- */

@@ -12,11 +12,17 @@ static sim_turn *find_turn(sim *world, int32_t device, const void *set) {
   return NULL;
 }
 
+static const fdp_stream *stream_of(fdp_device *device, const fdp_stream *stream) {
+  return stream ? stream : sim_default_stream(device);
+}
+
 /* What a group on these streams comes after. */
-static sim_clock clock_of(sim *world, fdp_stream *const *streams, int32_t count,
-                          const sim_turn *last) {
+static sim_clock clock_of(sim *world, fdp_device *device, fdp_stream *const *streams,
+                          int32_t count, const sim_turn *last) {
   sim_clock clock = world->threads[world->thread];
-  for (int32_t i = 0; i < count; ++i) sim_clock_merge(&clock, &streams[i]->clock);
+  for (int32_t i = 0; i < count; ++i) {
+    sim_clock_merge(&clock, &stream_of(device, streams[i])->clock);
+  }
   if (last) sim_clock_merge(&clock, &last->clock);
   return clock;
 }
@@ -24,7 +30,7 @@ static sim_clock clock_of(sim *world, fdp_stream *const *streams, int32_t count,
 void sim_turn_begin(sim *world, fdp_device *device, fdp_stream *const *streams, int32_t count,
                     const void *set) {
   int32_t index = ((sim_backend *)device)->index;
-  sim_clock clock = clock_of(world, streams, count, find_turn(world, index, set));
+  sim_clock clock = clock_of(world, device, streams, count, find_turn(world, index, set));
   for (int32_t i = 0; i < world->turn_count; ++i) {
     const sim_turn *turn = &world->turns[i];
     if (turn->device != index || turn->set == set) continue;
@@ -51,12 +57,13 @@ void sim_turn_end(sim *world, fdp_device *device, fdp_stream *const *streams, in
     sim_report(world, "more than %d turns", SIM_MAX_TURNS);
     return;
   }
-  sim_clock clock = clock_of(world, streams, count, turn);
+  sim_clock clock = clock_of(world, device, streams, count, turn);
   if (!turn) turn = &world->turns[world->turn_count++];
   *turn = (sim_turn){.device = index, .set = set, .clock = clock};
   turn->count = count < SIM_TURN_STREAMS ? count : SIM_TURN_STREAMS;
   for (int32_t i = 0; i < turn->count; ++i) {
-    turn->streams[i] = streams[i]->index;
-    turn->steps[i] = streams[i]->clock.at[streams[i]->index];
+    const fdp_stream *stream = stream_of(device, streams[i]);
+    turn->streams[i] = stream->index;
+    turn->steps[i] = stream->clock.at[stream->index];
   }
 }

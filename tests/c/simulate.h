@@ -58,7 +58,7 @@ typedef struct caller {
   int32_t step_count;
   int32_t replica_count;
   int32_t devices[MAX_REPLICAS]; /* of replicas; home is device 0 */
-  fdp_stream *compute[MAX_REPLICAS + 1]; /* the last is home's */
+  fdp_stream *compute[MAX_REPLICAS + 1]; /* the last is home's; NULL: the device's default */
   fdp_stream *beside[MAX_REPLICAS + 1];
   home_place input;
   home_place output;
@@ -106,6 +106,9 @@ void array_free(user_array *array);
 void array_poison(run *own, const user_array *array, fdp_stream *stream);
 /* What a verb wrote may be written by its owner next: this says so, and changes nothing. */
 void run_claim(run *own, int32_t device, fdp_stream *stream, const fdp_view *view);
+/* What follows on the compute streams comes after all that this thread has seen: what it frees may go
+ * to the other caller, on a default stream that they share. */
+void caller_tell(caller *own);
 void run_drop_blocks(run *own);
 /* What is enqueued on `then` from now on comes after what is enqueued on `first`. */
 void run_order(run *own, int32_t device, fdp_stream *first, int32_t then_device, fdp_stream *then);

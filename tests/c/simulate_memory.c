@@ -58,7 +58,7 @@ void array_free(user_array *array) {
 }
 
 void array_poison(run *own, const user_array *array, fdp_stream *stream) {
-  (void)own;
+  if (!stream) stream = sim_default_stream(own->devices[array->block->device]);
   sim_write(stream, &array->view, 0xFF);
 }
 
@@ -66,6 +66,17 @@ static void run_nothing(void *argument) { (void)argument; }
 
 void run_claim(run *own, int32_t device, fdp_stream *stream, const fdp_view *view) {
   sim_work(own->devices[device], stream, "the owner's write", run_nothing, NULL, NULL, 0, view, 1);
+}
+
+static void tell(run *own, int32_t device, fdp_stream *stream) {
+  sim_work(own->devices[device], stream, "nothing", run_nothing, NULL, NULL, 0, NULL, 0);
+}
+
+void caller_tell(caller *own) {
+  for (int32_t r = 0; r < own->replica_count; ++r) {
+    tell(own->run, own->devices[r], own->compute[r]);
+  }
+  tell(own->run, 0, own->compute[MAX_REPLICAS]);
 }
 
 void run_drop_blocks(run *own) {
@@ -101,7 +112,7 @@ void run_event_close(run *own, int32_t device, fdp_event *event) {
 
 void run_order(run *own, int32_t device, fdp_stream *first, int32_t then_device,
                fdp_stream *then) {
-  if (first == then) return;
+  if (first == then && device == then_device) return;
   fdp_event *event = run_event(own, device, first);
   run_wait(own, then_device, then, event);
   run_event_close(own, device, event);

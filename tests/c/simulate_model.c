@@ -7,8 +7,18 @@ static const fdp_dtype *random_dtype(sim *world) {
   return dtypes[sim_choose(world, 4)];
 }
 
-static void stream_pair(caller *own, int32_t device, int32_t number, fdp_stream **compute,
-                        fdp_stream **beside) {
+/* Of each device the pair whose compute is on the default stream; -1: none is. Half of all callers
+ * have streams of their own alone. */
+static void choose_defaults(sim *world, int32_t *defaults) {
+  bool has_some = sim_choose(world, 2) == 0;
+  for (int32_t d = 0; d < MAX_DEVICES; ++d) {
+    defaults[d] = has_some && sim_choose(world, 4) != 0 ? (int32_t)sim_choose(world, STREAMS_EACH)
+                                                        : -1;
+  }
+}
+
+static void stream_pair(caller *own, int32_t device, int32_t number, const int32_t *defaults,
+                        fdp_stream **compute, fdp_stream **beside) {
   fdp_device *on = own->run->devices[device];
   sim_spare(own->run->world, true);
   for (int32_t kind = 0; kind < 2; ++kind) {
@@ -16,7 +26,7 @@ static void stream_pair(caller *own, int32_t device, int32_t number, fdp_stream 
     if (!*stream) on->ops->stream_open(on, stream);
   }
   sim_spare(own->run->world, false);
-  *compute = own->streams[device][number][0];
+  *compute = number == defaults[device] ? NULL : own->streams[device][number][0];
   *beside = own->streams[device][number][1];
 }
 
@@ -24,7 +34,8 @@ static void stream_pair(caller *own, int32_t device, int32_t number, fdp_stream 
 static void place(caller *own) {
   sim *world = own->run->world;
   bool shares = sim_choose(world, 2) == 0, overlaps = sim_choose(world, 4) != 0;
-  int32_t numbers[MAX_DEVICES] = {0};
+  int32_t numbers[MAX_DEVICES] = {0}, defaults[MAX_DEVICES];
+  choose_defaults(world, defaults);
   uint64_t most = sim_choose(world, 2) == 0 ? 3 : MAX_REPLICAS;
   own->replica_count = 1 + (int32_t)sim_choose(world, most);
   if (own->replica_count == 1 && sim_choose(world, 4) != 0) own->replica_count = 2;
@@ -33,10 +44,10 @@ static void place(caller *own) {
     uint64_t count = (uint64_t)own->run->device_count;
     own->devices[r] = is_plain ? r % own->run->device_count : (int32_t)sim_choose(world, count);
     int32_t device = own->devices[r];
-    stream_pair(own, device, numbers[device], &own->compute[r], &own->beside[r]);
+    stream_pair(own, device, numbers[device], defaults, &own->compute[r], &own->beside[r]);
     if (!shares && numbers[device] + 1 < STREAMS_EACH) numbers[device] += 1;
   }
-  stream_pair(own, 0, shares ? 0 : STREAMS_EACH - 1, &own->compute[MAX_REPLICAS],
+  stream_pair(own, 0, shares ? 0 : STREAMS_EACH - 1, defaults, &own->compute[MAX_REPLICAS],
               &own->beside[MAX_REPLICAS]);
   for (int32_t r = 0; r <= MAX_REPLICAS && !overlaps; ++r) own->beside[r] = own->compute[r];
 }

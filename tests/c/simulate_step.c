@@ -142,7 +142,7 @@ static bool scatter_input(caller *own, step *now) {
   fdp_status status = fdp_scatter(in->context, &whole, stream, parts, own->compute,
                                   own->replica_count, 0);
   if (!works(own, status, "scatter")) return false;
-  if (stream) array_poison(in, &now->whole[STEP_INPUT], stream);
+  if (own->input != AT_ONCE) array_poison(in, &now->whole[STEP_INPUT], stream);
   claim_parts(own, parts);
   return true;
 }
@@ -191,7 +191,7 @@ static bool gather_output(caller *own, step *now) {
   sim_note(in->world, "gather of the output", 0);
   fdp_stream *stream = home_stream(own, own->output);
   whole = home_rows(own, now, STEP_OUTPUT, own->output, rows);
-  if (stream) array_poison(in, &now->whole[STEP_OUTPUT], stream);
+  if (own->output != AT_ONCE) array_poison(in, &now->whole[STEP_OUTPUT], stream);
   for (int32_t r = 0; r < own->replica_count; ++r) parts[r] = now->parts[STEP_OUTPUT][r].view;
   fdp_status status = fdp_gather(in->context, parts, own->compute, own->replica_count, &whole,
                                  stream, 0);
@@ -377,6 +377,7 @@ void caller_train(void *argument) {
       /* Others use the scratch of the failed call before its caller has waited for anything. */
       for (uint64_t k = sim_choose(in->world, 64); k > 0; --k) sim_yield(in->world);
       sim_run(in->world);
+      caller_tell(own);
     }
     if (is_late) {
       own->late[own->late_count++] = now;
