@@ -16,7 +16,8 @@ enum {
   MAX_CALLERS = 2,
   MAX_STEPS = 3, /* of a caller in a round */
   MAX_ELEMS = 40, /* of a parameter */
-  MAX_ROWS = 3 * MAX_REPLICAS,
+  MANY_ROWS = 48, /* of a replica: more than a kernel pulls (FDP_PEER_DIRECT_BYTES) */
+  MAX_ROWS = MANY_ROWS * MAX_REPLICAS,
   STREAMS_EACH = 2, /* of a kind, on one device */
   DEADLINE_MS = 5000
 };

@@ -237,7 +237,7 @@ void work_update(caller *own, step *now, int32_t bucket) {
 void step_plan(caller *own, step *now) {
   sim *world = own->run->world;
   int64_t added = 0;
-  now->rows_each = 1 + (int64_t)sim_choose(world, MAX_ROWS / MAX_REPLICAS);
+  now->rows_each = sim_choose(world, 8) == 0 ? MANY_ROWS : 1 + (int64_t)sim_choose(world, 3);
   for (int32_t b = 0; b < own->bucket_count; ++b) {
     added += model_checksum(&own->buckets[b]);
     for (int32_t r = 0; r < own->replica_count; ++r) {
