@@ -87,7 +87,8 @@ class Net(nn.Module):
 @contextlib.contextmanager
 def late(monkeypatch, way):
     """Inside, what a recorded step does around its graphs goes through `way`."""
-    send, backward, into = Recording._send, Recording.backward, backwards.Sums.into
+    send, forward = Recording._send, Recording.forward
+    backward, into = Recording.backward, backwards.Sums.into
 
     @contextlib.contextmanager
     def late_phase(*args):
@@ -101,16 +102,22 @@ def late(monkeypatch, way):
                 way.poison(flat)
         send(self, tensors)
 
-    def late_backward(self, call, gradients):
+    def poison_all(gradients):
         with torch.no_grad():
-            for tape in self._tapes:
-                for packed in tape.packed:
-                    if packed is not None:
-                        way.poison(packed)
-            for each in self._backwards:
-                for made in [g for rows in each.made for row in rows for g in row]:
-                    if made is not None:
-                        way.poison(made)
+            for gradient in gradients:
+                if gradient is not None:
+                    way.poison(gradient)
+
+    def late_forward(self, call):
+        # What a backward made may lie where the next forward has its activations: it is read no
+        # longer when that begins, and may be spoilt then, not later.
+        made = [rows for each in self._backwards for rows in each.made]
+        poison_all([gradient for rows in made for row in rows for gradient in row])
+        way.segment()
+        return forward(self, call)
+
+    def late_backward(self, call, gradients):
+        poison_all([packed for tape in self._tapes for packed in tape.packed])
         way.segment()
         return backward(self, call, gradients)
 
@@ -122,6 +129,7 @@ def late(monkeypatch, way):
         patch.setattr(recordings, "phase", late_phase)
         patch.setattr(recordings, "bucket_phase", late_phase)
         patch.setattr(Recording, "_send", late_send)
+        patch.setattr(Recording, "forward", late_forward)
         patch.setattr(Recording, "backward", late_backward)
         patch.setattr(backwards.Sums, "into", late_into)
         yield

@@ -27,10 +27,13 @@ def ids(request):
 
 @pytest.fixture(autouse=True)
 def _emptied():
+    """Of what earlier tests of this process left."""
     gc.collect()
     for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
         with torch.cuda.device(index):
             torch.cuda.empty_cache()
+    memory.scratch_bytes(trim=True)
 
 
 def gpus_of(ids):
@@ -245,7 +248,8 @@ def test_validation_gives_back_what_it_took(ids, engine):
     after = dp.memory()
     for device, row in after.items():
         left = 5 * MIB if device == "cuda:0" else 0
-        assert row["allocated"] == before[device]["allocated"] + left
+        # A step's last gradients are held until the next forward: they may have gone back, too.
+        assert row["allocated"] <= before[device]["allocated"] + left
         assert row["graphs"] == before[device]["graphs"] and row["buckets"] == 0
         assert row["left_by_validation"] == context.left_bytes[device] <= left + MIB
         # Segments are given back whole; the largest has room for what is in use in it.
