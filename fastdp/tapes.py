@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -71,6 +71,7 @@ class Tape:
         self.made: List[Optional[Gradients]] = [None] * len(buckets)
         # Which tensors of each bucket had a gradient in the recorded backward.
         self.present: List[Optional[List[bool]]] = [None] * len(buckets)
+        self.awaited: Set[int] = set()  # buckets whose gradients are to come in this backward
         self.ready: List[Any] = []
         self.module: Any = None
         self.arguments: Any = None
@@ -127,6 +128,10 @@ class Tape:
 
     def _take(self, k: int, gradients: Sequence[Optional[torch.Tensor]]) -> None:
         """The gradients of bucket k, in a backward, as soon as all of them are there."""
+        if k not in self.awaited:
+            # A second time, of which this would keep nothing but itself, or in a forward.
+            raise NotRecordable("it runs a backward of its own, which reaches parameters")
+        self.awaited.remove(k)
         self.present[k] = [gradient is not None for gradient in gradients]
         if any(is_sparse(gradient) for gradient in gradients):
             raise NotRecordable("a parameter's gradient is sparse")
@@ -160,6 +165,7 @@ class Tape:
             self.reads = None if not keep else self.reads
         self.present = [None] * len(self.present)
         self.made = [None] * len(self.made)
+        self.awaited = set(range(len(self.made)))
         gradients = torch.autograd.grad(
             outputs,
             self.anchors + self.leaves,
@@ -174,6 +180,7 @@ class Tape:
         self.module = self.arguments = self.output = None
         self.leaves, self.anchors, self.leaf_gradients = [], [], ()
         self.made = [None] * len(self.made)
+        self.awaited = set()
 
 
 def _is_large(bucket: Bucket) -> bool:

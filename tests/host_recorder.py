@@ -115,6 +115,8 @@ class _Again:
         else:
             outputs = [tape.again[place] for place in self._places]
             gradients = [c.gradients[tape.rank] for c in self._wanted]
+            tape.made = [None] * len(tape.made)
+            tape.awaited = set(range(len(tape.made)))
             results = torch.autograd.grad(
                 outputs, self._anchors + self._leaves, gradients, allow_unused=True
             )[len(self._anchors) :]

@@ -56,8 +56,26 @@ def values(*shape, dtype=torch.float64):
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
+class Given(torch.autograd.Function):
+    """0 for what has as many elements as `gradient`, which is its gradient, whatever comes in."""
+
+    @staticmethod
+    def forward(ctx, x, gradient):
+        ctx.save_for_backward(gradient)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.saved_tensors[0], None
+
+
 FORMULAS = {
-    # name: a module whose gradients are unlike their parameters in memory
+    # name: a module whose gradients are unlike their parameters in memory, or are other memory
+    "its output's": lambda: Formula(lambda m, x: m.a + x.mean(), a=values(3, 4)),
+    "an argument": lambda: Formula(lambda m, x: x + Given.apply(m.a, x[0]), a=values(4)),
+    "itself": lambda: Formula(
+        lambda m, x: x * m.a + Given.apply(m.b, m.b), a=values(4), b=values(5)
+    ),
     "transposed": lambda: Formula(lambda m, x: x @ m.a.t(), a=values(3, 4)),
     "expanded": lambda: Formula(lambda m, x: x.sum(1, keepdim=True) + m.a.sum(), a=values(4, 3)),
     "one for two": lambda: Formula(lambda m, x: x + (m.a + m.b), a=values(4), b=values(4)),
@@ -93,6 +111,50 @@ def test_a_sparse_gradient_is_not_recorded(means):
     assert steps(dp)["graph"] == 0
     assert "a parameter's gradient is sparse" in reasons(dp)
     assert words.weight.grad.is_sparse
+
+
+class Backwards(torch.autograd.Function):
+    """As reversible nets do, it recomputes in its backward, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.layer(x)
+        output.backward(gradient)
+        return x.grad, None
+
+
+def reversible(m, x):
+    return Backwards.apply(Backwards.apply(m.first(x), m.second), m.second)
+
+
+def greedy(m, x):
+    if torch.is_grad_enabled():
+        m.second(x).sum().backward()
+    return m.first(x)
+
+
+@pytest.mark.parametrize("large_bytes", [0, 2**40], ids=["where they are made", "packed"])
+@pytest.mark.parametrize("formula", [reversible, greedy])
+def test_a_backward_inside_is_not_recorded(means, monkeypatch, large_bytes, formula):
+    """It reaches a bucket more than once in a step, or in a forward."""
+    if len(set(means.ids)) > 1 or (formula is greedy and means.replicas > 1):
+        pytest.skip("eager gradients are added in the order of threads")
+    monkeypatch.setattr(tapes, "_LARGE_BYTES", large_bytes)
+    module = Formula(formula)
+    module.first, module.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    twins = Twins(means, module, "auto")
+    for seed in range(WATCHED["auto"] + 4):
+        twins.step(noise(means, 6, 4, seed=seed))
+    assert "it runs a backward of its own, which reaches parameters" in reasons(twins.recorded)
+    twins.ran(eager=WATCHED["auto"] + 4)
 
 
 def test_gradients_that_are_kept_do_not_change(means):
