@@ -174,11 +174,11 @@ class CudaRecorder:
         """What `act` launches on `device`, to be launched by `.replay()` on the stream that is
         current there then. Nothing runs now. Raises NotRecordable where random numbers of a replay
         would not be those of an eager step."""
-        graph = torch.cuda.CUDAGraph()
+        graph, branch = torch.cuda.CUDAGraph(), Branch(device)
         with torch.cuda.device(device):
             graph.capture_begin(pool, capture_error_mode="thread_local")
-            branch = _branches[device] = Branch(device)
             try:
+                _branches[device] = branch
                 with guarded_states():
                     act()
                 branch.join(_stream(device))
@@ -188,7 +188,7 @@ class CudaRecorder:
                 self._abandon(graph, device, pool, branch)
                 raise
             finally:
-                del _branches[device]
+                _branches.pop(device, None)
         return graph
 
     def _abandon(self, graph: Any, device: torch.device, pool: Any, branch: Branch) -> None:

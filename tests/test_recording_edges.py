@@ -1,0 +1,162 @@
+"""What recordings order on GPUs beside their kernels (captures.Branch, captures.Crossing) and
+around them (lending.Lender): on streams that only note what they are behind of."""
+
+import contextlib
+
+import pytest
+import torch
+from fastdp import captures, lending
+
+GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+class Stream:
+    def __init__(self, name, device=GPU):
+        self.device, self.cuda_stream = device, hash(name)
+        self.seen = set()
+        self.waits = []  # for events
+
+    def wait_stream(self, stream):
+        self.seen |= stream.seen
+
+    def wait_event(self, event):
+        self.waits.append(event)
+        event.wait(self)
+
+    def run(self, name):
+        self.seen = self.seen | {name}
+
+
+class Event:
+    def __init__(self, name=None):
+        self.seen = {name}
+        self.recorded = []
+
+    def wait(self, stream):
+        stream.seen |= self.seen
+
+    def record(self, stream):
+        self.recorded.append(stream)
+        self.seen = set(stream.seen)
+
+
+@pytest.fixture
+def side(monkeypatch):
+    side = Stream("side")
+    monkeypatch.setattr(captures, "_stream", lambda device, among=None: side)
+    return side
+
+
+@pytest.fixture
+def branch(side):
+    return captures.Branch(GPU)
+
+
+def test_a_wait_is_beside_what_was_launched_before(branch, side):
+    main, first, second = Stream("main"), Event("first"), Event("second")
+    main.run("early")
+    branch.wait(first, main)
+    assert main.seen == {"early", "first"} and main.waits == []
+    main.run("kernel")
+    branch.wait(second, main)
+    assert main.seen == {"early", "first", "kernel", "second"}
+    assert "kernel" not in side.seen and side.waits == [first, second]
+
+
+def test_a_wait_is_made_once_for_each_stream(branch, side):
+    main, user, event = Stream("main"), Stream("user"), Event("event")
+    for _ in range(2):
+        branch.wait(event, main)
+    assert side.waits == [event]
+    branch.wait(event, user)
+    assert "event" in user.seen
+
+
+def test_a_record_is_behind_the_stream_which_does_not_wait_for_it(branch, side):
+    main, wait, ready = Stream("main"), Event("wait"), [Event(), Event()]
+    main.run("first")
+    branch.record(ready[0], main)
+    main.run("second")
+    branch.record(ready[1], main)
+    assert ready[0].seen == {"first"} and ready[1].seen == {"first", "second"}
+    assert all(event.recorded == [side] for event in ready)
+    side.run("record")
+    assert "record" not in main.seen
+    branch.wait(wait, main)
+    assert "wait" in main.seen
+
+
+def test_what_was_used_joins_the_capture(branch, side):
+    main = Stream("main")
+    side.run("of another capture")
+    branch.join(main)
+    assert main.seen == set()  # not part of it: that would break the capture
+    branch.record(Event(), main)
+    side.run("record")
+    branch.join(main)
+    assert "record" in main.seen
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+@pytest.mark.parametrize("device", [GPU, OTHER], ids=str)
+def test_only_a_capture_has_a_branch(monkeypatch, side, branch, capturing, device):
+    class Current:
+        def __init__(self, device):
+            assert device == GPU
+
+        __enter__ = __exit__ = lambda self, *error: None
+
+    event = Event("event")
+    monkeypatch.setattr(captures._torch_compat, "external_event", lambda: event)
+    monkeypatch.setattr(captures, "_branches", {GPU: branch})
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    stream, crossing = Stream("main", device), captures.Crossing()
+    stream.wait_event(crossing)
+    assert "event" in stream.seen
+    crossing.record(stream)
+    beside = capturing and device == GPU
+    assert event.recorded == [side if beside else stream]
+    assert bool(side.waits) == beside
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    compute, made = Stream("compute"), []
+
+    def make(device):
+        assert device == GPU
+        made.append(Stream("lender"))
+        return made[-1]
+
+    monkeypatch.setattr(lending, "current_stream", lambda device: compute)
+    monkeypatch.setattr(lending, "wait_for", lambda then, first: then.wait_stream(first))
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    return compute, made
+
+
+def test_who_lends(streams):
+    here, there = torch.empty(1, device="meta"), torch.empty(1)
+    lender = lending.Lender(here.device)
+    assert lender.of(here) is None
+    lender.handle = 7
+    assert lender.of(here) == 7 and lender.of(there) is None
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["right", "raises"])
+def test_compute_waits_in_the_end(streams, fails):
+    compute, made = streams
+    lender = lending.Lender(GPU)
+    for step in range(2):
+        compute.run(f"write {step}")
+        outcome = pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext()
+        with outcome, lender.lending():
+            (stream,) = made
+            assert lender.handle == stream.cuda_stream
+            assert f"write {step}" in stream.seen
+            stream.run(f"read {step}")
+            compute.run(f"forward {step}")
+            assert f"read {step}" not in compute.seen
+            assert not fails or 1 / 0
+        assert lender.handle is None
+        assert f"read {step}" in compute.seen and f"forward {step}" not in stream.seen
