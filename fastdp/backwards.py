@@ -8,7 +8,6 @@ from typing import Any, FrozenSet, List, Optional, Sequence
 
 import torch
 
-from . import _C
 from .buckets import Bucket
 from .streams import current_stream
 from .tapes import Column, Tape
@@ -69,10 +68,9 @@ class Sums:
         for device, event in self._ready:
             current_stream(device).wait_event(event)
         if self._packed[0] is None:
-            self.bucket.core.reduce(way.made[self.bucket.number], flat)
+            self.bucket.reduce(way.made[self.bucket.number], flat)
         else:
-            size = self._packed[0].numel()
-            _C.reduce(self._packed, flat if flat.numel() == size else flat[:size])
+            self.bucket.reduce_flats(self._packed, flat)
         slots: List[Optional[torch.Tensor]] = list(self.bucket.slots(flat))
         for slot in way.unused[self.bucket.number] if self._keeps_none else ():
             slots[slot] = None

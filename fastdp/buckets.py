@@ -104,6 +104,19 @@ class Bucket:
             result.extend(self.named_slots(flat) if home else self.slots(flat))
         return result
 
+    def broadcast(self, tensors: Tuple[torch.Tensor, ...], flats: Tuple[torch.Tensor, ...]) -> None:
+        """Plain tensors into flat buffers that there are."""
+        self._move(self.core.broadcast, tensors, flats)
+
+    def reduce(self, rows: Tuple[Any, ...], flat: torch.Tensor) -> None:
+        """The sum of plain gradients, a row for each rank, None where there is none."""
+        self._move(self.core.reduce, rows, flat)
+
+    def reduce_flats(self, flats: Tuple[torch.Tensor, ...], flat: torch.Tensor) -> None:
+        """The sum of what each rank has packed."""
+        size = self.core.size_elems
+        self._move(_C.reduce, flats, flat if flat.numel() == size else flat[:size])
+
     def _move(self, move: Callable[[Any, Any], None], sources: Any, targets: Any) -> None:
         """The core's scratch is not torch's: what torch keeps of the GPUs' memory without using it
         is given back before memory counts as short."""

@@ -281,7 +281,9 @@ class Recording:
         )
 
     def _fill_whole(self, arguments: Sequence[torch.Tensor]) -> None:
-        for argument, pieces in zip(arguments, zip(*[tape.inputs for tape in self._tapes])):
+        pairs = zip(arguments, zip(*[tape.inputs for tape in self._tapes]))
+        # The largest last: home waits until the others have read what came before (lending.py).
+        for argument, pieces in sorted(pairs, key=lambda pair: pair[0].nbytes):
             if self._joined:
                 lent = None if self._lender is None else self._lender.of(argument)
                 _C.scatter(argument.detach(), pieces, self._dim % argument.dim(), lent)
@@ -299,7 +301,7 @@ class Recording:
                     if self._complex:
                         sources = tuple(map(resolved, sources))
                     with bucket_phase("broadcast", k):
-                        bucket.core.broadcast(sources, self._flats[k])
+                        bucket.broadcast(sources, self._flats[k])
                 for stream, events in streams:
                     events[k].record(stream)
 

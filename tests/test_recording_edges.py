@@ -5,7 +5,9 @@ import contextlib
 
 import pytest
 import torch
-from fastdp import captures, lending
+from engine_cases import WATCHED, Means
+from fastdp import _C, captures, lending, recordings
+from torch import nn
 
 GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -160,3 +162,29 @@ def test_compute_waits_in_the_end(streams, fails):
             assert not fails or 1 / 0
         assert lender.handle is None
         assert f"read {step}" in compute.seen and f"forward {step}" not in stream.seen
+
+
+def test_the_largest_argument_is_read_last(monkeypatch):
+    """Home's stream waits behind each argument for the reads of those before."""
+
+    class Sum(nn.Module):
+        def forward(self, large, small):
+            return large + small
+
+    class Core:
+        sizes = []
+
+        def scatter(self, source, *rest):
+            self.sizes.append(source.numel())
+            _C.scatter(source, *rest)
+
+        def __getattr__(self, name):
+            return getattr(_C, name)
+
+    monkeypatch.setattr(recordings, "_C", Core())
+    means = Means(("cpu", "cpu"))
+    dp = means.wrap(Sum())
+    large, small = torch.arange(12.0).view(4, 3), torch.arange(4.0).view(4, 1)
+    for _ in range(WATCHED["graph"] + 3):
+        assert torch.equal(dp(large, small), large + small)
+    assert Core.sizes[-4:] == [4, 12, 4, 12]

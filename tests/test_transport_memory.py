@@ -94,6 +94,18 @@ def test_both_moves_of_a_bucket_try_again(cache):
     assert len(bucket.core.calls) == 2 and len(cache) == 4
 
 
+def test_the_moves_of_a_recorded_step_try_again(cache, monkeypatch):
+    bucket = a_bucket([GPUS[0], GPUS[1]], 1)
+    bucket.broadcast((torch.ones(3),), (torch.zeros(3),))
+    bucket.core.calls.clear()
+    bucket.reduce(((torch.ones(3),),), torch.zeros(3))
+    assert len(bucket.core.calls) == 2
+    short = Short(1)
+    monkeypatch.setattr(buckets, "_C", short)
+    bucket.reduce_flats((torch.ones(3),), torch.zeros(5))
+    assert len(short.calls) == 2 and len(cache) == 6
+
+
 @pytest.fixture
 def copied(monkeypatch):
     """The (source, target) pairs between which torch was made to copy."""
