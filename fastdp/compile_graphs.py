@@ -1,9 +1,9 @@
 """One graph of a compiled forward, cut into pieces where a bucket of parameters begins.
 
 A graph that is compiled as a whole reads all parameters at its start and gives all gradients at its
-end: nothing could travel beside it. So it is cut: a piece waits, when it runs, for the last bucket
-that it reads, and in backward its gradients are there as soon as it has run. Pieces are compiled
-one by one, at their first run, from the tensors that they are given then.
+end: nothing could travel beside it. So it is cut (compile_cuts.py): a piece waits, when it runs,
+for the last bucket that it reads, and in backward its gradients are there as soon as it has run.
+Pieces are compiled one by one, at their first run, from the tensors that they are given then.
 
 What was compiled for one device serves the others (relocation.py).
 """
@@ -16,11 +16,10 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 
 from . import _compiler_compat, relocation
+from .compile_cuts import MAX_PIECES, cut, inputs_of
 from .compile_options import CompileOptions
+from .overlap import known_bytes_per_s
 from .readiness import NotReady, current_place, is_compiling
-
-# More pieces hide more, and each edge costs fusion and a compilation of its own.
-MAX_PIECES = 8
 
 
 class Graph:
@@ -47,11 +46,12 @@ class Graph:
         self._compiles = compiles
         self._waits = plan is None
         self.pieces: List[Piece] = []
-        place_of = {node.name: place for node, place in zip(_inputs_of(graph), places)}
+        place_of = {node.name: place for node, place in zip(inputs_of(graph), places)}
         body = None
         if plan is not None and plan.communication.apart:
             buckets = [None if place is None else plan.bucket_of.get(place) for place in places]
-            body = cut(graph, inputs, buckets, MAX_PIECES)
+            rate = known_bytes_per_s(plan.communication.devices)
+            body = cut(graph, inputs, buckets, MAX_PIECES, rate)
         if body is None:
             self.pieces.append(Piece(graph, list(place_of.values()), options))
             self._body: Callable[..., Any] = self.pieces[0]
@@ -59,7 +59,7 @@ class Graph:
         for name, part in list(body.named_children()):
             if not name.startswith("submod_"):
                 continue
-            own = [place_of.get(node.name) for node in _inputs_of(part)]
+            own = [place_of.get(node.name) for node in inputs_of(part)]
             piece = Piece(part, own, options)
             self.pieces.append(piece)
             delattr(body, name)
@@ -145,10 +145,6 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
-def _inputs_of(graph: Any) -> List[Any]:
-    return [node for node in graph.graph.nodes if node.op == "placeholder"]
-
-
 def with_tuple(graph: Any) -> Any:
     """(the graph with a tuple for its output, whether it had a single thing)."""
     (output,) = [node for node in graph.graph.nodes if node.op == "output"]
@@ -157,46 +153,3 @@ def with_tuple(graph: Any) -> Any:
     output.args = ((output.args[0],),)
     graph.recompile()
     return graph, True
-
-
-def cut(
-    graph: Any, inputs: Sequence[Any], buckets: Sequence[Optional[int]], limit: int
-) -> Optional[Any]:
-    """The graph as a module of at most `limit` parts, each of which begins where a bucket is first
-    read; None where that would be one. `buckets` has for each input the bucket that it is in, or
-    None. A graph that reads its parameters in another order than that of the buckets has fewer
-    parts: what is read first decides."""
-    from torch.fx.passes.split_module import split_module
-
-    bucket_of = {node: bucket for node, bucket in zip(_inputs_of(graph), buckets)}
-    sizes: Dict[int, int] = {}
-    for bucket, tensor in zip(buckets, inputs):
-        if bucket is not None and tensor.requires_grad:
-            sizes[bucket] = sizes.get(bucket, 0) + tensor.numel() * tensor.element_size()
-    part_of = _parts(sizes, limit)
-    parts: Dict[Any, int] = {}
-    current = 0
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            continue
-        read = [bucket_of.get(source) for source in node.all_input_nodes]
-        current = max([current, *(part_of.get(bucket, 0) for bucket in read if bucket is not None)])
-        parts[node] = current
-    numbers = {part: number for number, part in enumerate(sorted(set(parts.values())))}
-    if len(numbers) < 2:
-        return None
-    return split_module(graph, None, lambda node: numbers[parts[node]], keep_original_order=True)
-
-
-def _parts(sizes: Dict[int, int], limit: int) -> Dict[int, int]:
-    """For each bucket the part that it belongs to: neighbours together, until a part has its share
-    of all bytes."""
-    share = sum(sizes.values()) / max(limit, 1)
-    result: Dict[int, int] = {}
-    part, filled = 0, 0
-    for bucket in sorted(sizes):
-        if filled and filled >= share:
-            part, filled = part + 1, 0
-        result[bucket] = part
-        filled += sizes[bucket]
-    return result
