@@ -1,4 +1,4 @@
-"""Where one graph of a compiled forward is cut, so that parameters and gradients can travel beside it.
+"""Where one graph of a compiled forward is cut, so that parameters and gradients travel beside it.
 
 Each edge costs fusion, and a compilation of its own. So a piece takes in all buckets that will have
 come by the time at which it begins: of a convolutional net, whose first layers compute long for few
