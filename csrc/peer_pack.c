@@ -31,14 +31,18 @@ static fdp_status copy_bytes(const fdp_endpoint *endpoint, void *target, const v
                                      size_bytes);
 }
 
-/* From another device. */
-static fdp_status pull_bytes(const peer_broadcast *work, const fdp_endpoint *endpoint,
-                             void *target, const void *source, int64_t size_bytes) {
+/* From other devices, by a copy for each piece. */
+static fdp_status pull_copies(const peer_broadcast *work, const fdp_endpoint *target, void *flat,
+                              const fdp_segment *pieces, int32_t piece_count) {
   fdp_endpoint lane;
-  fdp_status status = fdp_lane_enter(work->lanes, endpoint, &lane);
+  fdp_status status = fdp_lane_enter(work->lanes, target, &lane);
   if (status != FDP_OK) return status;
-  status = copy_bytes(&lane, target, source, size_bytes);
-  return fdp_lane_leave(&lane, endpoint, status);
+  for (int32_t k = 0; k < piece_count; ++k) {
+    FDP_TRY(copy_bytes(&lane, (char *)flat + pieces[k].offset_bytes, pieces[k].tensor,
+                       pieces[k].size_bytes));
+  }
+done:
+  return fdp_lane_leave(&lane, target, status);
 }
 
 /* After a failure anybody may still be using the buffer: all streams are its last users. */
@@ -113,12 +117,12 @@ static fdp_status pull_chunks(const peer_broadcast *work) {
   for (int32_t k = 0; k < count; ++k) {
     int64_t begin = fdp_span_shard_begin(work->size_bytes, count, k);
     int64_t end = fdp_span_shard_begin(work->size_bytes, count, k + 1);
+    fdp_segment chunk = {(char *)work->scratch->data + begin, begin, end - begin};
     FDP_TRY(pack_scratch(work, begin, end));
     FDP_TRY(start_leads(work, work->home));
     for (int32_t i = 0; i < work->leads.count; ++i) {
       int32_t lead = work->leads.indices[i];
-      FDP_TRY(pull_bytes(work, &work->targets[lead], (char *)work->flats[lead] + begin,
-                         (char *)work->scratch->data + begin, end - begin));
+      FDP_TRY(pull_copies(work, &work->targets[lead], work->flats[lead], &chunk, 1));
     }
   }
 done:
@@ -129,16 +133,10 @@ done:
  * a large bucket, by a copy for each. */
 static fdp_status pull_pieces(const peer_broadcast *work, const fdp_endpoint *target, void *flat,
                               const fdp_segment *pieces, int32_t piece_count) {
-  fdp_status status = FDP_OK;
   if (work->size_bytes <= FDP_PEER_GATHERED_BYTES) {
     return target->device->ops->pack(target->device, target->stream, flat, pieces, piece_count);
   }
-  for (int32_t k = 0; k < piece_count; ++k) {
-    FDP_TRY(pull_bytes(work, target, (char *)flat + pieces[k].offset_bytes, pieces[k].tensor,
-                       pieces[k].size_bytes));
-  }
-done:
-  return status;
+  return pull_copies(work, target, flat, pieces, piece_count);
 }
 
 /* The bucket from all shards. Of two devices none starts with the same. */

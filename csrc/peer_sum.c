@@ -28,6 +28,7 @@ typedef struct peer_reduction {
   fdp_segment *segments; /* room for one per sum */
   peer_way ways[FDP_MAX_REPLICAS];
   fdp_buffer *flats[FDP_MAX_REPLICAS]; /* the scratch, once there is something in it */
+  fdp_endpoint bringers[FDP_MAX_REPLICAS]; /* who fills it: the rank, or a lane (lane.h) */
   fdp_endpoint lane_ends[FDP_MAX_REPLICAS]; /* one per lead */
   int32_t lane_count;
 } peer_reduction;
@@ -80,36 +81,37 @@ static const fdp_endpoint *flat_owner(const peer_reduction *work, int32_t r) {
   return work->ways[r] == FETCHED ? work->home : &work->ranks[r];
 }
 
-/* The rank's one segment into scratch on home. */
-static fdp_status push(const peer_reduction *work, const fdp_endpoint *rank, char *flat) {
-  const fdp_segment *segment = work->segments;
-  fdp_endpoint lane;
-  fdp_status status = fdp_lane_enter(work->lanes, rank, &lane);
-  if (status != FDP_OK) return status;
-  status = lane.device->ops->copy(lane.device, lane.stream, flat + segment->offset_bytes,
-                                  segment->tensor, segment->size_bytes);
-  return fdp_lane_leave(&lane, rank, status);
+/* The scratch may be home's: the rank's stream waits for its former users, too. */
+static fdp_status take_flat(peer_reduction *work, int32_t r) {
+  const fdp_endpoint *rank = &work->ranks[r];
+  fdp_status status = FDP_OK;
+  if (work->flats[r]) return FDP_OK;
+  work->bringers[r] = *rank;
+  FDP_TRY(fdp_pool_take_deep(flat_owner(work, r)->pool, work->span_bytes, fdp_endpoint_ref(rank),
+                             &work->flats[r]));
+  if (work->ways[r] == FETCHED) FDP_TRY(fdp_lane_enter(work->lanes, rank, &work->bringers[r]));
+done:
+  return status;
 }
 
-/* Brings what the rank contributes to the sums to where it is read, on the rank's own stream, and
- * lets home wait for it. The scratch may be home's: that stream waits for its former users, too. */
+/* Brings what the rank contributes to the sums to where it is read, and lets home wait for it. */
 static fdp_status bring_rank(peer_reduction *work, int32_t r, fdp_span_sums *sums) {
-  const fdp_endpoint *rank = &work->ranks[r];
+  const fdp_segment *segments = work->segments;
+  fdp_device *device = work->ranks[r].device;
   fdp_status status = FDP_OK;
   int32_t count = fdp_span_segments(sums, r, work->segments);
   if (count == 0) return FDP_OK;
-  if (!work->flats[r]) {
-    FDP_TRY(fdp_pool_take_deep(flat_owner(work, r)->pool, work->span_bytes, fdp_endpoint_ref(rank),
-                               &work->flats[r]));
-  }
+  FDP_TRY(take_flat(work, r));
   char *flat = work->flats[r]->data;
+  fdp_stream *stream = work->bringers[r].stream;
   if (work->ways[r] == FETCHED) { /* one tensor, so one segment */
-    FDP_TRY(push(work, rank, flat));
+    FDP_TRY(device->ops->copy(device, stream, flat + segments->offset_bytes, segments->tensor,
+                              segments->size_bytes));
   } else {
-    FDP_TRY(rank->device->ops->pack(rank->device, rank->stream, flat, work->segments, count));
+    FDP_TRY(device->ops->pack(device, stream, flat, segments, count));
   }
   fdp_span_move(sums, r, flat);
-  FDP_TRY(fdp_endpoint_after(rank, work->home));
+  FDP_TRY(fdp_endpoint_after(&work->bringers[r], work->home));
 done:
   return status;
 }
@@ -178,6 +180,8 @@ done:
 static fdp_status give_flat(const peer_reduction *work, int32_t r, fdp_status status) {
   fdp_stream_ref users[FDP_POOL_MAX_USERS] = {fdp_endpoint_ref(work->home)};
   int32_t count = 1;
+  if (!work->flats[r]) return status;
+  status = fdp_lane_leave(&work->bringers[r], &work->ranks[r], status);
   if (status != FDP_OK) users[count++] = fdp_endpoint_ref(&work->ranks[r]);
   return fdp_pool_give_many(flat_owner(work, r)->pool, work->flats[r], users, count, status);
 }

@@ -22,6 +22,7 @@ void test_bucket(void);
 void test_sim(void);
 void test_order(void);
 void test_transport_order(void);
+void test_transport_failures(void);
 void test_peer_sum(void);
 void test_span(void);
 void test_recorder(void);

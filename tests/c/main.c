@@ -108,6 +108,7 @@ int main(int argument_count, char **arguments) {
       {"span", test_span},       {"nccl", test_nccl},       {"nccl_errors", test_nccl_errors},
       {"recorder", test_recorder}, {"sim", test_sim},
       {"transport_order", test_transport_order}, {"peer_sum", test_peer_sum},
+      {"transport_failures", test_transport_failures},
       {"transports", test_transports},
   };
   for (size_t i = 0; i < sizeof tests / sizeof tests[0]; ++i) {

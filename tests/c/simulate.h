@@ -107,8 +107,8 @@ void array_free(user_array *array);
 void array_poison(run *own, const user_array *array, fdp_stream *stream);
 /* What a verb wrote may be written by its owner next: this says so, and changes nothing. */
 void run_claim(run *own, int32_t device, fdp_stream *stream, const fdp_view *view);
-/* What follows on the compute streams comes after all that this thread has seen: what it frees may go
- * to the other caller, on a default stream that they share. */
+/* What follows on the compute streams comes after all that this thread has seen: what it frees may
+ * go to the other caller, on a default stream that they share. */
 void caller_tell(caller *own);
 void run_drop_blocks(run *own);
 /* What is enqueued on `then` from now on comes after what is enqueued on `first`. */

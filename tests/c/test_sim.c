@@ -152,6 +152,30 @@ static void test_blocks(void) {
   scene_close(&made, true, "device 1");
 }
 
+/* On the default stream of a GPU nothing is copied from another one or to it, whatever memory that
+ * has. Within one, of host memory and by a kernel it is. */
+static void test_default_stream(void) {
+  static char lent[BYTES], others[BYTES], more[BYTES];
+  for (int32_t number = 0; number < 8; ++number) {
+    scene made = scene_open(SIM_LATE);
+    fdp_device *device = made.devices[number % 2];
+    fdp_segment segment = {made.memory, 0, 8};
+    check_case("case %d on a default stream", number);
+    let_in(&made);
+    sim_own(made.devices[0], lent, BYTES);
+    switch (number / 2) {
+      case 0: CHECK_OK(ops_of(&made)->copy(device, NULL, others, made.memory, 8)); break;
+      case 1: CHECK_OK(ops_of(&made)->copy(device, NULL, lent, others, 8)); break;
+      case 2: CHECK_OK(ops_of(&made)->copy(device, NULL, more, others, 8)); break;
+      default: CHECK_OK(ops_of(&made)->pack(device, NULL, others, &segment, 1)); break;
+    }
+    sim_run(made.world);
+    bool is_wrong = number == 1 || number == 3;
+    scene_close(&made, is_wrong, "between devices 1 and 0 on a default stream");
+  }
+  check_case("%s", "");
+}
+
 /* Two sets of communicators on one device, in turn or not. */
 static void test_turns(bool has_wait) {
   scene made = scene_open(SIM_LATE);
@@ -271,6 +295,7 @@ void test_sim(void) {
   }
   check_case("%s", "");
   test_blocks();
+  test_default_stream();
   test_turns(false);
   test_turns(true);
   test_faults();
