@@ -58,7 +58,7 @@ def test_a_wait_is_beside_what_was_launched_before(branch, side):
     main, first, second = Stream("main"), Event("first"), Event("second")
     main.run("early")
     branch.wait(first, main)
-    assert main.seen == {"early", "first"} and main.waits == []
+    assert side.seen == main.seen == {"early", "first"} and main.waits == []
     main.run("kernel")
     branch.wait(second, main)
     assert main.seen == {"early", "first", "kernel", "second"}
