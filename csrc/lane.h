@@ -20,7 +20,7 @@ fdp_status fdp_lane_of(fdp_lanes *lanes, const fdp_endpoint *base, fdp_endpoint 
  * on both (CUDA Programming Guide, "Peer-to-Peer Memory Copy"); it is the stream that most callers
  * compute on. So it is enqueued on a lane. */
 /* Where such copies of `base` go: `base` itself, or the lane of its device if its stream is NULL,
- * which waits for that stream. fdp_lane_leave follows if it succeeds. */
+ * which waits for that stream. fdp_lane_leave follows, and may follow if it fails. */
 fdp_status fdp_lane_enter(fdp_lanes *lanes, const fdp_endpoint *base, fdp_endpoint *lane);
 /* `base` waits for what was enqueued since, also after a failure, as far as that goes: whoever uses
  * the copies' memory next comes after `base`. `status` and its message, or a failure of its own. */

@@ -146,7 +146,7 @@ static void watch(fdp_device *device) {
   device->ops = &watching;
 }
 
-/* --- a scene: two callers take turns, so that they share scratch but no streams --- */
+/* --- a scene: two callers take turns, so that they share scratch, but no default streams --- */
 
 typedef struct caller {
   fdp_stream *home;
@@ -166,9 +166,7 @@ typedef struct scene {
   char *expected; /* the flat, each slot added up by plain C */
 } scene;
 
-static bool is_missing(const peer_case *what, int32_t r, int32_t k) {
-  return (what->missing >> (r * MAX_SLOTS + k) & 1) != 0;
-}
+static bool has_bit(uint32_t bits, int32_t r, int32_t k) { return bits >> (r * MAX_SLOTS + k) & 1; }
 
 static int64_t elems(const scene *made, int32_t k) {
   return made->what->sizes_bytes[k] / made->type->elem_bytes;
@@ -189,7 +187,7 @@ static void fill(scene *made) {
   for (int32_t k = 0; k < made->what->slot_count; ++k) {
     const void *sources[MAX_RANKS];
     for (int32_t r = 0; r < made->what->rank_count; ++r) {
-      bool missing = is_missing(made->what, r, k);
+      bool missing = has_bit(made->what->missing, r, k);
       sources[r] = missing ? NULL : made->callers[0].gradients[r][k].view.data;
     }
     fdp_sum sum = {.target = made->expected + fdp_bucket_offset_bytes(made->bucket, k),
@@ -199,23 +197,29 @@ static void fill(scene *made) {
   }
 }
 
-static void open_caller(scene *made, caller *one) {
+static rig_array open_array(const scene *made, int64_t count, rig_layout layout, int32_t d) {
+  fdp_device *device = made->devices[d];
+  rig_array opened = rig_array_open(made->type->dtype, 1, &count, layout, device->id);
+  sim_own(device, opened.block, opened.block_bytes);
+  return opened;
+}
+
+static void open_caller(scene *made, int32_t number, bool on_defaults) {
+  caller *one = &made->callers[number];
   int64_t flat_elems = fdp_bucket_size_bytes(made->bucket) / made->type->elem_bytes;
-  one->home = sim_stream(made->world);
-  one->flat = rig_array_open(made->type->dtype, 1, &flat_elems, RIG_ROWS, made->devices[0]->id);
+  one->home = on_defaults ? NULL : sim_stream(made->world);
+  one->flat = open_array(made, flat_elems, RIG_ROWS, 0);
   for (int32_t r = 0; r < made->what->rank_count; ++r) {
-    one->streams[r] = sim_stream(made->world);
+    one->streams[r] = on_defaults ? NULL : sim_stream(made->world);
     for (int32_t k = 0; k < made->what->slot_count; ++k) {
-      bool shifted = (made->what->shifted >> (r * MAX_SLOTS + k) & 1) != 0;
-      int64_t count = elems(made, k);
-      one->gradients[r][k] = rig_array_open(made->type->dtype, 1, &count,
-                                            shifted ? RIG_SHIFTED : RIG_ROWS,
-                                            made->devices[made->what->devices[r]]->id);
+      rig_layout layout = has_bit(made->what->shifted, r, k) ? RIG_SHIFTED : RIG_ROWS;
+      one->gradients[r][k] = open_array(made, elems(made, k), layout, made->what->devices[r]);
     }
   }
 }
 
-static scene scene_open(const peer_case *what, const case_dtype *type, bool fills) {
+static scene scene_open(const peer_case *what, const case_dtype *type, bool fills,
+                        bool on_defaults) {
   scene made = {.what = what, .type = type, .world = sim_open(1)};
   fdp_view prototypes[MAX_SLOTS];
   setenv("FASTDP_TRANSPORT", "peer", 1);
@@ -233,7 +237,7 @@ static scene scene_open(const peer_case *what, const case_dtype *type, bool fill
   }
   CHECK_OK(fdp_bucket_open(prototypes, NULL, what->slot_count, &made.bucket));
   made.expected = calloc(1, (size_t)fdp_bucket_size_bytes(made.bucket));
-  for (int32_t i = 0; i < CALLERS; ++i) open_caller(&made, &made.callers[i]);
+  for (int32_t i = 0; i < CALLERS; ++i) open_caller(&made, i, on_defaults && i == 0);
   fill(&made);
   return made;
 }
@@ -243,7 +247,8 @@ static fdp_status call(scene *made, const caller *one) {
   int32_t slots = made->what->slot_count, ranks = made->what->rank_count;
   for (int32_t r = 0; r < ranks; ++r) {
     for (int32_t k = 0; k < slots; ++k) {
-      gradients[r * slots + k] = is_missing(made->what, r, k) ? NULL : &one->gradients[r][k].view;
+      bool missing = has_bit(made->what->missing, r, k);
+      gradients[r * slots + k] = missing ? NULL : &one->gradients[r][k].view;
     }
   }
   return fdp_bucket_reduce(made->context, made->bucket, gradients, one->streams, ranks,
@@ -308,7 +313,7 @@ static void check_ways(const scene *made) {
 }
 
 static void test_ways(const peer_case *what, const case_dtype *type) {
-  scene made = scene_open(what, type, false);
+  scene made = scene_open(what, type, false, false);
   const caller *one = &made.callers[0];
   memset(seen, 0, sizeof seen);
   memcpy(watched, one->streams, sizeof one->streams);
@@ -326,8 +331,8 @@ static void run_nothing(void *unused) { (void)unused; }
 /* Owners say that they write what was read, each right after the call on its own stream, and pools
  * fill what is given back: who waits too little is reported. In the end no pool has more than it
  * keeps in flight. */
-static void test_rounds(const peer_case *what, const case_dtype *type) {
-  scene made = scene_open(what, type, true);
+static void test_rounds(const peer_case *what, const case_dtype *type, bool on_defaults) {
+  scene made = scene_open(what, type, true, on_defaults);
   int64_t takes[DEVICES] = {0};
   for (int32_t round = 0; round < ROUNDS; ++round) {
     caller *one = &made.callers[round % CALLERS];
@@ -355,11 +360,11 @@ static void test_rounds(const peer_case *what, const case_dtype *type) {
 /* The n-th call of a device fails, for every n until none is left: the next call, of somebody else,
  * takes the scratch that was given back, and is right; so is the first caller's when it tries
  * again. */
-static void test_failures(const peer_case *what, const case_dtype *type) {
+static void test_failures(const peer_case *what, const case_dtype *type, bool on_defaults) {
   bool reached = true;
   int32_t failures = 0;
   for (int64_t nth = 1; reached; ++nth) {
-    scene made = scene_open(what, type, true);
+    scene made = scene_open(what, type, true, on_defaults);
     for (int32_t i = 0; i < CALLERS; ++i) CHECK_OK(call(&made, &made.callers[i]));
     sim_run(made.world);
     sim_fail_call(made.world, nth);
@@ -376,7 +381,7 @@ static void test_failures(const peer_case *what, const case_dtype *type) {
     scene_close(&made);
     failures += reached;
   }
-  CHECK(failures >= what->rank_count);
+  CHECK(failures >= (on_defaults ? 1 : what->rank_count));
 }
 
 void test_peer_sum(void) {
@@ -385,11 +390,11 @@ void test_peer_sum(void) {
     const case_dtype *type = type_of(number);
     check_case("case %d, %s", (int)(what - cases), type->name);
     test_ways(what, type);
-    test_rounds(what, type);
+    for (int32_t i = 0; i < 2; ++i) test_rounds(what, type, i == 1);
   }
-  for (int32_t number = 0; number < CASES; ++number) {
-    check_case("case %d fails", number);
-    test_failures(&cases[number], type_of(number));
+  for (int32_t number = 0; number < CASES * 2; ++number) {
+    check_case("case %d fails, default streams %d", number / 2, number % 2);
+    test_failures(&cases[number / 2], type_of(number), number % 2 == 1);
   }
   check_case("%s", "");
 }
