@@ -136,8 +136,10 @@ class Tape:
         if any(is_sparse(gradient) for gradient in gradients):
             raise NotRecordable("a parameter's gradient is sparse")
         if self.packed[k] is None:
-            # As long as somebody holds one, neither torch's allocator nor its engine writes to it.
-            self.made[k] = tuple(map(resolved, gradients))
+            # As long as somebody holds their memory, neither torch's allocator nor its engine
+            # writes to it. What a backward gives as it was saved may have a graph: not to be held.
+            held = [gradient if gradient is None else gradient.detach() for gradient in gradients]
+            self.made[k] = tuple(map(resolved, held))
         else:
             pairs = [(s, g) for s, g in zip(self.slots[k], gradients) if g is not None]
             if pairs:

@@ -100,6 +100,10 @@ def test_gradients_of_any_layout(means, name):
     for seed in range(AHEAD + 4):
         twins.step(noise(means, 6, 4, seed=seed))
     twins.ran(eager=AHEAD, graph=4)
+    (recording,) = twins.recorded._fastdp_get_runtime().recordings()
+    for way in recording._backwards:
+        made = [gradient for rows in way.made for row in rows for gradient in row]
+        assert not any(gradient.requires_grad for gradient in made if gradient is not None)
 
 
 def test_a_sparse_gradient_is_not_recorded(means):
