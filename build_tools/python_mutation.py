@@ -63,6 +63,7 @@ FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
         ("append",),
     ),
     "awaited.py": (("tests/test_orders.py",), ()),
+    "lending.py": (("tests/test_recording_edges.py",), ()),
     "plans.py": (("tests/test_orders.py",), ()),
     "replicas.py": (("tests/test_orders.py", "tests/test_fits_counted.py"), ()),
     "replica_sets.py": (("tests/test_orders.py",), ("close",)),
@@ -82,9 +83,9 @@ FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
 # Calls in these are not reached without a GPU: printed, and not run. What shows them there:
 # tests/test_cuda_order_recorded.py and tests/test_cuda_bitwise.py (recorded steps),
 # tests/test_prefetch_cuda.py (staging, prefetch, scattered).
-GPU_ONLY = ("backwards.py", "captures.py", "doctor.py", "health_monitor.py", "lending.py",
-            "overlap.py", "prefetch.py", "recordings.py", "scattered.py", "staging.py", "tapes.py",
-            "traces.py", "trials.py", "validations.py", "witness.py")
+GPU_ONLY = ("backwards.py", "captures.py", "doctor.py", "health_monitor.py", "overlap.py",
+            "prefetch.py", "recordings.py", "scattered.py", "staging.py", "tapes.py", "traces.py",
+            "trials.py", "validations.py", "witness.py")
 # Calls of such names that order nothing by themselves.
 OTHERS = ("_torch_compat.py", "cuts.py", "graph_step.py")
 ON_GPUS = ("record", "wait_event", "wait_stream", "wait_for", "begin", "deliver", "synchronize",
