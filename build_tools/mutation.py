@@ -40,6 +40,7 @@ CORE = {
     "fdp_order_after": "waits",
     "fdp_endpoint_after": "waits",
     "fdp_endpoint_settle": "waits",
+    "fdp_lane_leave": "waits",
     "fdp_pool_give": "keeps alive",
     "fdp_pool_give_many": "keeps alive",
     "fdp_pool_lose": "keeps alive",
