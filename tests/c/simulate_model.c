@@ -8,9 +8,10 @@ static const fdp_dtype *random_dtype(sim *world) {
 }
 
 /* Of each device the pair whose compute is on the default stream; -1: none is. Half of all callers
- * have streams of their own alone. */
-static void choose_defaults(sim *world, int32_t *defaults) {
-  bool has_some = sim_choose(world, 2) == 0;
+ * have streams of their own alone; more where NCCL carries, whose sets are seldom at odds. */
+static void choose_defaults(run *in, int32_t *defaults) {
+  sim *world = in->world;
+  bool has_some = sim_choose(world, in->has_nccl ? 8 : 2) == 0;
   for (int32_t d = 0; d < MAX_DEVICES; ++d) {
     defaults[d] = has_some && sim_choose(world, 4) != 0 ? (int32_t)sim_choose(world, STREAMS_EACH)
                                                         : -1;
@@ -35,7 +36,7 @@ static void place(caller *own) {
   sim *world = own->run->world;
   bool shares = sim_choose(world, 2) == 0, overlaps = sim_choose(world, 4) != 0;
   int32_t numbers[MAX_DEVICES] = {0}, defaults[MAX_DEVICES];
-  choose_defaults(world, defaults);
+  choose_defaults(own->run, defaults);
   uint64_t most = sim_choose(world, 2) == 0 ? 3 : MAX_REPLICAS;
   own->replica_count = 1 + (int32_t)sim_choose(world, most);
   if (own->replica_count == 1 && sim_choose(world, 4) != 0) own->replica_count = 2;
