@@ -66,15 +66,21 @@ class Hold(torch.autograd.Function):
 
 class Net(nn.Module):
     """Layers of a bucket each, with a delay before each of their forwards and backwards. The first
-    weight is also the last one's, so its gradient is added up from two."""
+    weight is also the last one's, so its gradient is added up from two. `wide`: before them all one
+    of which a few rows are used, so large that its gradient is copied to the first GPU before it is
+    summed (FDP_PEER_FETCH_BYTES)."""
 
-    def __init__(self):
+    def __init__(self, wide=False):
         super().__init__()
+        rows = 2**25 // (4 * WIDTH) + 1000
+        self.wide = nn.Parameter(torch.ones(rows, WIDTH)) if wide else None
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
         self.norm = nn.BatchNorm1d(WIDTH)
         self.way = None
 
     def forward(self, x):
+        if self.wide is not None:
+            x = x * self.wide[5:6] + self.wide[-1:]
         for layer in self.layers:
             if not torch.cuda.is_current_stream_capturing() or not isinstance(
                 self.way, Synchronised
@@ -135,11 +141,11 @@ def late(monkeypatch, way):
         yield
 
 
-def trained(monkeypatch, ids, way, size):
+def trained(monkeypatch, ids, way, size, wide=False, pinned=False):
     """All outputs, gradients and weights of some steps. Each batch is overwritten at once."""
     torch.manual_seed(0)
     home = torch.device("cuda", ids[0])
-    module = Net().to(home)
+    module = Net(wide).to(home)
     module.way = way
     dp = fastdp.DataParallel(module, ids, bucket_bytes=20_000, engine="graph")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
@@ -149,8 +155,13 @@ def trained(monkeypatch, ids, way, size):
             generator = torch.Generator(device=home).manual_seed(k)
             x = torch.randn(size, WIDTH, generator=generator, device=home)
             optimizer.zero_grad(set_to_none=True)
-            out = dp(x)
-            x.fill_(SPOILT[x.dtype])
+            if pinned:
+                out = dp(x.cpu().pin_memory())
+                # The same memory, if it was let go too early.
+                torch.empty(x.shape, pin_memory=True).fill_(SPOILT[x.dtype])
+            else:
+                out = dp(x)
+                x.fill_(SPOILT[x.dtype])
             trace.append(out.detach()[:: max(size // 8, 1)].clone())
             out.square().mean().backward()
             del out, x
@@ -165,16 +176,30 @@ def trained(monkeypatch, ids, way, size):
     return [tensor.cpu() for tensor in trace]
 
 
-@pytest.mark.row("H8")
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
-def test_recorded_steps_under_delays(monkeypatch, ids, gradients, size):
-    reference = trained(monkeypatch, ids, Synchronised(distinct(ids)), size)
+def check(monkeypatch, ids, *options, **more):
+    reference = trained(monkeypatch, ids, Synchronised(distinct(ids)), *options, **more)
     for tensor in reference:
         assert not tensor.is_floating_point() or tensor.isfinite().all()
     for seed in (1, 2, 3):
-        trace = trained(monkeypatch, ids, Delayed(distinct(ids), seed), size)
+        trace = trained(monkeypatch, ids, Delayed(distinct(ids), seed), *options, **more)
         wrong = differing(trace, reference)
         assert not wrong, f"seed {seed}: of {len(trace)} tensors, these differ: {wrong}"
+
+
+@pytest.mark.row("H8")
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+def test_recorded_steps_under_delays(monkeypatch, ids, gradients, size):
+    check(monkeypatch, ids, size)
+
+
+@pytest.mark.row("H8")
+def test_a_very_large_gradient_under_delays(monkeypatch, ids):
+    check(monkeypatch, ids, SMALL, wide=True)
+
+
+@pytest.mark.row("H8")
+def test_pinned_arguments_under_delays(monkeypatch, ids):
+    check(monkeypatch, ids, LARGE, pinned=True)
 
 
 def test_a_gradient_that_is_not_waited_for_shows(monkeypatch):
