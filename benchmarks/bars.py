@@ -13,11 +13,18 @@ def at_most(name: str, measured: float, most: float) -> Dict[str, Any]:
     return {"bar": name, "measured": measured, "most": most, "holds": measured <= most}
 
 
+def with_floor(bar: Dict[str, Any], title: str, floor: float, whose: str) -> Dict[str, Any]:
+    """The bar with what the floor of its steps would be, and whose steps cannot do better."""
+    return {**bar, "floor": floor, "floor_title": title, "floor_of": whose}
+
+
 def beside_floor(bar: Dict[str, Any]) -> str:
     """What the sentence of a bar ends with, where it fails and the floor of its steps was run."""
     if "floor" not in bar:
         return ""
+    title = bar.get("floor_title", "bare modules alone")
+    whose = bar.get("floor_of", "no eager step of one process")
     # A floor that is slower than what it is the floor of proves nothing.
     is_out_of_reach = bar["measured"] <= bar["floor"] < bar["least"]
-    words = ", no eager step of one process reaches it here" if is_out_of_reach else ""
-    return f"; bare modules alone: {bar['floor']:.3g}{words}"
+    words = f", {whose} reaches it here" if is_out_of_reach else ""
+    return f"; {title}: {bar['floor']:.3g}{words}"

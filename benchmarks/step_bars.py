@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-from bars import at_least, at_most, beside_floor
+from bars import at_least, at_most, beside_floor, with_floor
 
 ALONE = ", one GPU"
 # The floor of --floor (bare.py).
@@ -72,10 +72,8 @@ def bars(table: Dict[str, Any]) -> List[Dict[str, Any]]:
         least = bar.factors.get(model)
         if least is not None and bar.ours in rows and bar.rival in rows:
             measured = rows[bar.rival]["step_ms"] / rows[bar.ours]["step_ms"]
-            results.append(at_least(f"{bar.rival} over {bar.ours}", measured, least))
-            is_eager = (bar.ours, bar.rival) == (EAGER, TORCH)
-            if is_eager and BARE in rows and not results[-1]["holds"]:
-                results[-1]["floor"] = rows[TORCH]["step_ms"] / rows[BARE]["step_ms"]
+            judged = at_least(f"{bar.rival} over {bar.ours}", measured, least)
+            results.append(judged if judged["holds"] else _beside_floor(bar, judged, rows))
     for name, row in rows.items():
         if model in COMPUTE_BOUND and promised is APART and "not_hidden_share" in row:
             text = f"communication of {name} that is not hidden"
@@ -83,6 +81,21 @@ def bars(table: Dict[str, Any]) -> List[Dict[str, Any]]:
     if len(devices) == SCALED_GPUS == len(set(devices)) and table.get("scaling") == WEAK:
         results += _scaled(rows, SCALED.get(model))
     return results
+
+
+# What steps cannot be faster than: without moves and sums, eager ones, and recorded ones.
+FLOORS = {
+    (EAGER, TORCH): (BARE, "bare modules alone", "no eager step of one process"),
+    (GRAPH, DDP): (GRAPH + ALONE, "one GPU's recorded step alone", "no recorded step"),
+}
+
+
+def _beside_floor(bar: Bar, judged: Dict[str, Any], rows: Dict[str, Any]) -> Dict[str, Any]:
+    """With the floor's own ratio, where it was run."""
+    row, title, whose = FLOORS.get((bar.ours, bar.rival), ("", "", ""))
+    if row not in rows:
+        return judged
+    return with_floor(judged, title, rows[bar.rival]["step_ms"] / rows[row]["step_ms"], whose)
 
 
 def _scaled(rows: Dict[str, Any], least: Optional[float]) -> List[Dict[str, Any]]:
