@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Dict, Hashable, NamedTuple, Optional, Tuple
 
 from .asked import Asked
@@ -12,6 +13,9 @@ from .trials import Trial
 # the start of a run much else may run beside it.
 _CLOSE = 1.5
 AGAIN_AFTER = 200
+
+# How long a recording is waited for that has to be free, in seconds.
+_PATIENCE_S = 0.1
 
 
 class Key(NamedTuple):
@@ -74,3 +78,13 @@ class Entry:
         if self.times:
             result["graph_ms"], result["eager_ms"] = self.times
         return result
+
+
+def stays_busy(recording: Recording) -> bool:
+    """Whether somebody keeps the graph of its last forward. A backward that raised on one of
+    autograd's threads is let go there a moment after its caller has the error, and that thread
+    needs the GIL for it."""
+    ends_s = time.monotonic() + _PATIENCE_S
+    while recording.busy() and time.monotonic() < ends_s:
+        time.sleep(1e-3)
+    return recording.busy()

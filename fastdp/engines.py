@@ -29,7 +29,7 @@ import torch
 
 from . import _torch_compat, captures, signatures
 from .engine_choice import NOTHING
-from .engine_entries import Entry, Key
+from .engine_entries import Entry, Key, stays_busy
 from .placement import tensors_of
 from .plans import Source
 from .recordings import Recording
@@ -255,9 +255,10 @@ class Engine:
 
     def _eager_for_once(self, entry: Entry) -> bool:
         """Whether this step alone has to be eager, or is, to be timed."""
-        if entry.recording.busy():
+        insists = self.kind == "graph"
+        if stays_busy(entry.recording) if insists else entry.recording.busy():
             entry.note = "an earlier forward's backward was still to come"
-            if self.kind == "graph":
+            if insists:
                 raise EngineError(
                     "a recorded forward was called again while the backward of the one before was "
                     'still to come (its output is kept): call backward first, use engine="auto", '

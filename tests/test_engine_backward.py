@@ -108,6 +108,17 @@ def test_a_second_forward_is_an_error_where_one_insists(means):
     still_fine(twins, means)
 
 
+def test_a_graph_that_another_thread_is_letting_go_is_waited_for(means):
+    """As autograd's threads do after an error."""
+    twins = recorded_twins(means)
+    held = [twins.recorded(rows(means, 20))]
+    thread = threading.Timer(0.02, held.clear)
+    thread.start()
+    twins.step(rows(means, 21))
+    thread.join()
+    still_fine(twins, means)
+
+
 @pytest.mark.parametrize("kept", ["nothing", "a detached output", "a number", "the loss, twice"])
 def test_forwards_without_a_backward(means, kept):
     """What is dropped, or used up, does not hold the recording."""
