@@ -150,7 +150,7 @@ def _taken(
     in_turn = wrapper._fastdp_sequential
     step = _step_of(replicator, plan, train, joined, in_turn, probes)
     output_device = parse_device(wrapper.output_device, "output_device")
-    packed = _packed_bytes(wrapper, plan) if train else 0
+    gradients = _gradient_bytes(wrapper, plan) if train else 0
     found: Bytes = {}
     outputs_bytes = 0
     known: Dict[Hashable, Taken] = {}
@@ -165,7 +165,7 @@ def _taken(
             known[key] = rehearse(step, place)
         taken = known[key]
         outputs_bytes += taken.output_bytes
-        found[device] = taken.peak_bytes + packed * len(parts)
+        found[device] = taken.peak_bytes + gradients * len(parts)
     if joined and output_device not in found:
         found[output_device] = outputs_bytes
     return found
@@ -227,8 +227,9 @@ def _look_of(tree: Any) -> Hashable:
     return id(tree)
 
 
-def _packed_bytes(wrapper: Any, plan: Any) -> int:
-    """What a recorded step keeps of each replica besides: its gradients, packed."""
+def _gradient_bytes(wrapper: Any, plan: Any) -> int:
+    """What a recorded step keeps of each replica besides: its gradients, packed or as they were
+    made."""
     if wrapper._fastdp_engine == "eager" or plan is None:
         return 0
     buckets = [bucket for bucket in plan.buckets if bucket.requires_grad]

@@ -154,7 +154,7 @@ class Reporting:
         before `fits` is true. Gradients that are there at the call count as kept. Replicas that
         share a device are taken to run one after another: where their threads overlap, what a
         convolution takes while it runs may be there once for each.
-        A step that engine "auto" or "graph" records keeps what is estimated, and its packed
+        A step that engine "auto" or "graph" records keeps what is estimated, and each replica's
         gradients, which are added.
 
         Nothing of the module changes: parameters, gradients, buffers and random numbers stay as
