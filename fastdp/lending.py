@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator, Optional
+from typing import Any, Dict, Iterator, Optional
 
 import torch
 
 from .streams import current_stream, wait_for
+
+# One for each device: torch has 32 streams of each, and after that gives the first again.
+_streams: Dict[torch.device, Any] = {}
 
 
 class Lender:
@@ -17,23 +20,22 @@ class Lender:
 
     def __init__(self, home: torch.device) -> None:
         self._home = home
-        self._stream: Any = None
         self.handle: Optional[int] = None  # while it lends
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
         """Around a forward: in the end home's current stream waits for all reads, since its caller
         may write to the arguments."""
-        compute = current_stream(self._home)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._home)
-        wait_for(self._stream, compute)
-        self.handle = self._stream.cuda_stream
+        compute, stream = current_stream(self._home), _streams.get(self._home)
+        if stream is None:
+            stream = _streams[self._home] = torch.cuda.Stream(self._home)
+        wait_for(stream, compute)
+        self.handle = stream.cuda_stream
         try:
             yield
         finally:
             self.handle = None
-            wait_for(compute, self._stream)
+            wait_for(compute, stream)
 
     def of(self, argument: torch.Tensor) -> Optional[int]:
         """The handle of the stream that the argument is ready on; None: the current one."""

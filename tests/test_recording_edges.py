@@ -131,6 +131,7 @@ def streams(monkeypatch):
         made.append(Stream("lender"))
         return made[-1]
 
+    monkeypatch.setattr(lending, "_streams", {})
     monkeypatch.setattr(lending, "current_stream", lambda device: compute)
     monkeypatch.setattr(lending, "wait_for", lambda then, first: then.wait_stream(first))
     monkeypatch.setattr(torch.cuda, "Stream", make)
@@ -148,8 +149,8 @@ def test_who_lends(streams):
 @pytest.mark.parametrize("fails", [False, True], ids=["right", "raises"])
 def test_compute_waits_in_the_end(streams, fails):
     compute, made = streams
-    lender = lending.Lender(GPU)
     for step in range(2):
+        lender = lending.Lender(GPU)  # all of a device have one stream
         compute.run(f"write {step}")
         outcome = pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext()
         with outcome, lender.lending():
