@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-from bars import at_least, at_most, beside_floor, with_floor
+from bars import EAGER_FLOOR, at_least, at_most, beside_floor, with_floor
 
 ALONE = ", one GPU"
 # The floor of --floor (bare.py).
@@ -85,7 +85,7 @@ def bars(table: Dict[str, Any]) -> List[Dict[str, Any]]:
 
 # What steps cannot be faster than: without moves and sums, eager ones, and recorded ones.
 FLOORS = {
-    (EAGER, TORCH): (BARE, "bare modules alone", "no eager step of one process"),
+    (EAGER, TORCH): (BARE, *EAGER_FLOOR.values()),
     (GRAPH, DDP): (GRAPH + ALONE, "one GPU's recorded step alone", "no recorded step"),
 }
 

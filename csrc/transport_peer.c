@@ -44,24 +44,24 @@ done:
   return status;
 }
 
+/* By a copy engine. */
+static fdp_status pull_largely(fdp_lanes *lanes, const fdp_transfer *transfer) {
+  const fdp_endpoint *target = &transfer->target;
+  fdp_endpoint lane = *target;
+  bool is_within = transfer->source.device == target->device;
+  fdp_status status = is_within ? FDP_OK : fdp_lane_enter(lanes, target, &lane);
+  if (status != FDP_OK) return status;
+  status = fdp_endpoint_copy(&lane, transfer->copies, transfer->copy_count);
+  return fdp_lane_leave(&lane, target, status);
+}
+
 static fdp_status pull(fdp_lanes *lanes, const fdp_transfer *transfer) {
   const fdp_endpoint *target = &transfer->target;
-  bool is_within = transfer->source.device == target->device;
-  fdp_endpoint lane;
-  fdp_status status;
   int64_t size_bytes = 0;
   for (int32_t i = 0; i < transfer->copy_count; ++i) {
     size_bytes += transfer->copies[i].ndim == 0 ? transfer->copies[i].item_bytes : 0;
   }
-  if (size_bytes > FDP_PEER_DIRECT_BYTES && is_within) {
-    return fdp_endpoint_copy(target, transfer->copies, transfer->copy_count);
-  }
-  if (size_bytes > FDP_PEER_DIRECT_BYTES) {
-    status = fdp_lane_enter(lanes, target, &lane);
-    if (status != FDP_OK) return status;
-    status = fdp_endpoint_copy(&lane, transfer->copies, transfer->copy_count);
-    return fdp_lane_leave(&lane, target, status);
-  }
+  if (size_bytes > FDP_PEER_DIRECT_BYTES) return pull_largely(lanes, transfer);
   if (transfer->copy_count == 0) return FDP_OK;
   return target->device->ops->copy_strided(target->device, target->stream, transfer->copies,
                                            transfer->copy_count);

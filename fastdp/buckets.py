@@ -95,7 +95,7 @@ class Bucket:
         if flats:
             tensors = tuple(tensors)
             if not self._moves(self.core.broadcast, tensors, flats, tensors):
-                self._move(self.core.broadcast, tuple(map(resolved, tensors)), flats)
+                self.broadcast(tuple(map(resolved, tensors)), flats)
             if self.length > self.core.size_elems:
                 for flat in flats:
                     flat[self.core.size_elems :].zero_()
@@ -218,7 +218,7 @@ class Bucket:
     def _slots_of_sums(
         self, rows: Tuple[Tuple[Optional[torch.Tensor], ...], ...], flat: torch.Tensor
     ) -> List[Any]:
-        self._move(self.core.reduce, rows, flat)
+        self.reduce(rows, flat)
         return list(self.slots(flat))
 
 

@@ -26,12 +26,11 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set,
 import torch
 
 from . import _torch_compat
+from .own_streams import own_stream
 from .random_states import guarded_states
 from .streams import distinct
 
 _lock = threading.RLock()
-_streams: Dict[torch.device, Any] = {}
-_side_streams: Dict[torch.device, Any] = {}
 _branches: Dict[torch.device, Branch] = {}  # of the captures that are under way
 _renewals = 0
 
@@ -46,7 +45,7 @@ class Branch:
     """Of a capture on one device: a side stream, part of the capture from its first use on."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = _stream(device, _side_streams)
+        self._stream = own_stream("beside a capture", device)
         self._is_used = False
         self._waits: Set[Tuple[int, int]] = set()  # events and streams that waited for them
 
@@ -217,11 +216,8 @@ class CudaRecorder:
             torch.cuda.synchronize(device)
 
 
-def _stream(device: torch.device, among: Dict[torch.device, Any] = _streams) -> Any:
-    stream = among.get(device)
-    if stream is None:
-        stream = among[device] = torch.cuda.Stream(device)
-    return stream
+def _stream(device: torch.device) -> Any:
+    return own_stream("captures", device)
 
 
 def _set_streams(streams: Sequence[Any]) -> None:

@@ -8,7 +8,7 @@ them. Compute is estimated, as if the GPU were fast: then no piece waits for lon
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -44,18 +44,12 @@ def cut(
         if bucket is not None and tensor.requires_grad:
             sizes[bucket] = sizes.get(bucket, 0) + tensor.numel() * tensor.element_size()
     part_of = parts(sizes, _compute_s(graph, bucket_of, tensor_of), bytes_per_s, limit)
-    numbers_of: Dict[Any, int] = {}
-    current = 0
-    for node in _operations(graph):
-        read = [bucket_of.get(source) for source in node.all_input_nodes]
-        current = max([current, *(part_of.get(bucket, 0) for bucket in read if bucket is not None)])
-        numbers_of[node] = current
-    numbers = {part: number for number, part in enumerate(sorted(set(numbers_of.values())))}
+    parts_read = {node: part_of.get(bucket, 0) for node, bucket in bucket_of.items()}
+    reached = dict(_reached(graph, parts_read, 0))
+    numbers = {part: number for number, part in enumerate(sorted(set(reached.values())))}
     if len(numbers) < 2:
         return None
-    return split_module(
-        graph, None, lambda node: numbers[numbers_of[node]], keep_original_order=True
-    )
+    return split_module(graph, None, lambda node: numbers[reached[node]], keep_original_order=True)
 
 
 def parts(
@@ -76,8 +70,16 @@ def parts(
     return result
 
 
-def _operations(graph: Any) -> List[Any]:
-    return [n for n in graph.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+def _reached(
+    graph: Any, number_of: Dict[Any, Optional[int]], least: int
+) -> Iterator[Tuple[Any, int]]:
+    """Each operation, with the largest number among what it and those before it read."""
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        read = [number_of.get(source) for source in node.all_input_nodes]
+        least = max([least, *(number for number in read if number is not None)])
+        yield node, least
 
 
 def _compute_s(
@@ -85,16 +87,13 @@ def _compute_s(
 ) -> Dict[int, float]:
     """For each bucket, how long the operations take from its first read on."""
     result: Dict[int, float] = {}
-    current = -1
-    for node in _operations(graph):
-        read = [bucket_of.get(source) for source in node.all_input_nodes]
-        current = max([current, *(bucket for bucket in read if bucket is not None)])
+    for node, bucket in _reached(graph, bucket_of, -1):
         weights = [
             tensor_of[source]
             for source in node.all_input_nodes
             if bucket_of.get(source) is not None and tensor_of[source].dim() > 1
         ]
-        result[current] = result.get(current, 0.0) + _operation_s(node, weights)
+        result[bucket] = result.get(bucket, 0.0) + _operation_s(node, weights)
     return result
 
 

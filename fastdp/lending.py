@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, Optional
+from typing import Iterator, Optional
 
 import torch
 
+from .own_streams import own_stream
 from .streams import current_stream, wait_for
-
-# One for each device: torch has 32 streams of each, and after that gives the first again.
-_streams: Dict[torch.device, Any] = {}
 
 
 class Lender:
     """A stream of the home device's, on which arguments are ready, and which waits until the other
     GPUs have read them: in place of the stream of home's replica, whose forward would start that
-    much later (two H200, ResNet-50, 77 MB of images for the other GPU: 0.26 of 29 ms)."""
+    much later (two H200, ResNet-50, 77 MB of images for the other GPU: 0.26 of 29 ms). Without a
+    home it lends nothing."""
 
-    def __init__(self, home: torch.device) -> None:
+    def __init__(self, home: Optional[torch.device]) -> None:
         self._home = home
         self.handle: Optional[int] = None  # while it lends
 
@@ -26,9 +25,10 @@ class Lender:
     def lending(self) -> Iterator[None]:
         """Around a forward: in the end home's current stream waits for all reads, since its caller
         may write to the arguments."""
-        compute, stream = current_stream(self._home), _streams.get(self._home)
-        if stream is None:
-            stream = _streams[self._home] = torch.cuda.Stream(self._home)
+        if self._home is None:
+            yield
+            return
+        compute, stream = current_stream(self._home), own_stream("arguments", self._home)
         wait_for(stream, compute)
         self.handle = stream.cuda_stream
         try:

@@ -15,13 +15,12 @@ for these and sum the bucket into new memory.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 import torch
 
-from . import _C, _torch_compat, captures, trees
+from . import _C, captures, trees
 from .arrays import TORCH
 from .awaited import waits
 from .backwards import Backward, Sums, ways
@@ -36,7 +35,7 @@ from .readiness import as_compiled
 from .replica_sets import ReplicaSet
 from .signatures import NotRecordable
 from .streams import Snapshot, current_stream, hold_pinned, wait_for
-from .tapes import Column, Tape
+from .tapes import Column, Tape, at_once, noting_reads
 
 Tensors = Tuple[torch.Tensor, ...]
 
@@ -66,9 +65,13 @@ class Recording:
         apart = len(buckets) if source.communication.apart else 0
         # Of each device, for each bucket: recorded behind its copies.
         self._arrivals = {d: recorder.events(apart) for d in dict.fromkeys(source.devices)}
-        self._lender = Lender(self._home) if apart else None
+        self._lender = Lender(self._home if apart else None)
         for tape in self._tapes:
             tape.ready = recorder.events(apart)
+        # Of each argument (its place, its pieces), the largest last: home waits until the others
+        # have read what came before (lending.py).
+        pieces_of = enumerate(zip(*[tape.inputs for tape in self._tapes]))
+        self._slices = sorted(pieces_of, key=lambda pair: sum(piece.nbytes for piece in pair[1]))
         others = self._tapes[1:]
         self._flats = [tuple(tape.flats[k] for tape in others) for k in range(len(buckets))]
         self._complex = any(bucket.dtype.is_complex for bucket in buckets)
@@ -139,8 +142,8 @@ class Recording:
         self._send(source.tensors)
         try:
             with recorder.aside():
-                self._attempt(source, rows, named, _noting_reads, recorder)
-                self._attempt(source, rows, named, _at_once, recorder)
+                self._attempt(source, rows, named, noting_reads, recorder)
+                self._attempt(source, rows, named, at_once, recorder)
                 with as_compiled():
                     with recorder.rehearsal():
                         self._attempt(source, rows, named, recorder.record, recorder)
@@ -252,7 +255,7 @@ class Recording:
         self._streams = call.compute.streams
         communication.open()
         communication.begin()
-        with contextlib.nullcontext() if self._lender is None else self._lender.lending():
+        with self._lender.lending():
             # Arguments first: a copy engine does what it is given in order, and a small copy behind
             # all parameters would hold up the start of every replica.
             with torch.no_grad(), phase("scatter"):
@@ -276,16 +279,15 @@ class Recording:
     def covers(self, arguments: Sequence[torch.Tensor]) -> bool:
         """Whether the replicas get all of these: what is cut into too many pieces is dropped."""
         return not self._joined or all(
-            argument.size(self._dim) == sum(piece.size(self._dim) for piece in pieces)
-            for argument, pieces in zip(arguments, zip(*[tape.inputs for tape in self._tapes]))
+            arguments[place].size(self._dim) == sum(piece.size(self._dim) for piece in pieces)
+            for place, pieces in self._slices
         )
 
     def _fill_whole(self, arguments: Sequence[torch.Tensor]) -> None:
-        pairs = zip(arguments, zip(*[tape.inputs for tape in self._tapes]))
-        # The largest last: home waits until the others have read what came before (lending.py).
-        for argument, pieces in sorted(pairs, key=lambda pair: pair[0].nbytes):
+        for place, pieces in self._slices:
+            argument = arguments[place]
             if self._joined:
-                lent = None if self._lender is None else self._lender.of(argument)
+                lent = self._lender.of(argument)
                 _C.scatter(argument.detach(), pieces, self._dim % argument.dim(), lent)
                 hold_pinned(argument, self._devices)
             else:
@@ -385,16 +387,3 @@ class Recording:
 
 def _versions(tensors: Tensors) -> Tuple[int, ...]:
     return tuple([tensor._version for tensor in tensors])
-
-
-def _at_once(device: torch.device, pool: Any, act: Any) -> None:
-    """As a recorder's `record`: a warm-up, since libraries make their handles and choose their
-    kernels when they are first used."""
-    with _torch_compat.on_device(device):
-        act()
-
-
-def _noting_reads(device: torch.device, pool: Any, act: Any) -> None:
-    """The first warm-up."""
-    tape = getattr(act, "__self__", None)  # a forward; a backward reads what its forward did
-    _at_once(device, pool, act if tape is None else tape.forward_noting_reads)

@@ -15,21 +15,16 @@ from .arrays import TORCH
 from .containers import with_items
 from .devices import HOST, parse_device
 from .options import sizes_for
+from .own_streams import own_stream
 from .scattered import Scattered
 from .streams import current, current_stream, distinct, wait_for
 
 Events = Dict[torch.device, torch.cuda.Event]
 Change = Callable[[torch.Tensor], Any]
 
-_copy_streams: Dict[torch.device, torch.cuda.Stream] = {}
-
-
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """One for each GPU for good: the memory of slices belongs to it."""
-    stream = _copy_streams.get(device)
-    if stream is None:
-        stream = _copy_streams.setdefault(device, torch.cuda.Stream(device))
-    return stream
+    return own_stream("batches", device)
 
 
 class Staged(NamedTuple):

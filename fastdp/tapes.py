@@ -6,7 +6,7 @@ from typing import Any, List, Optional, Sequence, Set, Tuple
 
 import torch
 
-from . import signatures
+from . import _torch_compat, signatures
 from .buckets import Bucket, is_sparse, resolved
 from .graph_step import Gradients, behind_boundary
 from .plans import Source
@@ -192,3 +192,16 @@ def _is_large(bucket: Bucket) -> bool:
 
 def _zeros(bucket: Bucket, length: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(length, dtype=bucket.dtype, device=device)
+
+
+def at_once(device: torch.device, pool: Any, act: Any) -> None:
+    """As a recorder's `record`: a warm-up, since libraries make their handles and choose their
+    kernels when they are first used."""
+    with _torch_compat.on_device(device):
+        act()
+
+
+def noting_reads(device: torch.device, pool: Any, act: Any) -> None:
+    """The first warm-up."""
+    tape = getattr(act, "__self__", None)  # a forward; a backward reads what its forward did
+    at_once(device, pool, act if tape is None else tape.forward_noting_reads)

@@ -235,6 +235,15 @@ def gpus(monkeypatch, hidden):
 
 
 @pytest.fixture
+def same_kernels():
+    """cuDNN chooses the same kernels every time."""
+    kept = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    yield
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = kept
+
+
+@pytest.fixture
 def fresh_compiler():
     """Nothing is compiled when the test begins, nor when it has ended."""
     torch._dynamo.reset()

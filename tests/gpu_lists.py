@@ -52,6 +52,14 @@ def need(ids):
     return list(ids)
 
 
+def on_way(way, monkeypatch):
+    """The list of a way, a setting of FASTDP_OVERLAP and the list, with that set."""
+    overlap, *found = way
+    need(found)
+    monkeypatch.setenv("FASTDP_OVERLAP", overlap)
+    return found
+
+
 def here(lists):
     """Those that this machine has GPUs for."""
     return [list(ids) for ids in lists if lacking(ids) is None]

@@ -7,7 +7,7 @@ import torch
 from conftest import no_cuda_reason
 from cuda_calls import is_blocking
 from cuda_steps import STEPS, Steps
-from gpu_lists import EIGHT, FOUR, ON_ONE, need
+from gpu_lists import EIGHT, FOUR, ON_ONE, need, on_way
 
 SLEEP_MS = 400
 
@@ -24,10 +24,7 @@ WAYS += [("auto", *ON_ONE), ("always", 3, 1), ("always", *FOUR[1]), ("always", *
 @pytest.fixture(params=WAYS, ids=str)
 def ids(request, monkeypatch):
     """Two replicas or more, moves of their parameters hidden or not."""
-    overlap, *found = request.param
-    need(found)
-    monkeypatch.setenv("FASTDP_OVERLAP", overlap)
-    return found
+    return on_way(request.param, monkeypatch)
 
 
 @pytest.fixture(scope="module")

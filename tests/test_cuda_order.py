@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import no_cuda_reason
 from cuda_segments import Delayed, Synchronised, hook_layers, ordered
-from gpu_lists import EIGHT, need
+from gpu_lists import EIGHT, on_way
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,6 +18,7 @@ from fastdp.streams import Communication, Snapshot
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("same_kernels"),
     pytest.mark.skipif(no_cuda_reason() is not None, reason=str(no_cuda_reason())),
 ]
 
@@ -31,10 +32,7 @@ WAYS += [("always", 3, 1), ("always", 3, 2, 1, 0), ("always", *EIGHT[2]), ("neve
 @pytest.fixture(params=WAYS, ids=str)
 def ids(request, monkeypatch):
     """Two replicas or more, moves of their parameters hidden or not."""
-    overlap, *found = request.param
-    need(found)
-    monkeypatch.setenv("FASTDP_OVERLAP", overlap)
-    return found
+    return on_way(request.param, monkeypatch)
 
 
 @pytest.fixture
@@ -44,14 +42,6 @@ def pair(monkeypatch):
         pytest.skip("needs two GPUs")
     monkeypatch.setenv("FASTDP_OVERLAP", "always")
     return [0, 1]
-
-
-@pytest.fixture(autouse=True)
-def _same_kernels_every_time():
-    kept = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    yield
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = kept
 
 
 # Models. Buckets are so small that each has six or more.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import no_cuda_reason
 from cuda_segments import Delayed, Synchronised
-from gpu_lists import EIGHT, need
+from gpu_lists import EIGHT, need, on_way
 from test_cuda_order import SPOILT, differing, distinct
 from torch import nn
 from torch.nn import functional as F
@@ -18,6 +18,7 @@ from fastdp.recordings import Recording
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("same_kernels"),
     pytest.mark.skipif(no_cuda_reason() is not None, reason=str(no_cuda_reason())),
 ]
 
@@ -31,24 +32,13 @@ WAYS += [("always", 3, 1), ("always", 3, 2, 1, 0), ("always", *EIGHT[2])]
 
 @pytest.fixture(params=WAYS, ids=str)
 def ids(request, monkeypatch):
-    overlap, *found = request.param
-    need(found)
-    monkeypatch.setenv("FASTDP_OVERLAP", overlap)
-    return found
+    return on_way(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["packed", "where they are made"])
 def gradients(request, monkeypatch):
     """Where a recorded backward leaves them."""
     monkeypatch.setattr(tapes, "_LARGE_BYTES", 2**40 if request.param == "packed" else 0)
-
-
-@pytest.fixture(autouse=True)
-def _same_kernels_every_time():
-    kept = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    yield
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = kept
 
 
 class Hold(torch.autograd.Function):

@@ -20,6 +20,7 @@ from engine_cases import (
 from torch import nn
 
 import fastdp
+from fastdp import engine_entries
 
 AHEAD = WATCHED["graph"]
 SAYS_EAGER = 'engine="eager"'
@@ -108,8 +109,9 @@ def test_a_second_forward_is_an_error_where_one_insists(means):
     still_fine(twins, means)
 
 
-def test_a_graph_that_another_thread_is_letting_go_is_waited_for(means):
+def test_a_graph_that_another_thread_is_letting_go_is_waited_for(means, monkeypatch):
     """As autograd's threads do after an error."""
+    monkeypatch.setattr(engine_entries, "_PATIENCE_S", 60.0)  # of a machine that is busy
     twins = recorded_twins(means)
     held = [twins.recorded(rows(means, 20))]
     thread = threading.Timer(0.02, held.clear)

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 import torch
 from engine_cases import WATCHED, Means
-from fastdp import _C, captures, lending, recordings
+from fastdp import _C, captures, lending, own_streams, recordings
 from torch import nn
 
 GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -45,7 +45,7 @@ class Event:
 @pytest.fixture
 def side(monkeypatch):
     side = Stream("side")
-    monkeypatch.setattr(captures, "_stream", lambda device, among=None: side)
+    monkeypatch.setattr(captures, "own_stream", lambda use, device: side)
     return side
 
 
@@ -131,7 +131,7 @@ def streams(monkeypatch):
         made.append(Stream("lender"))
         return made[-1]
 
-    monkeypatch.setattr(lending, "_streams", {})
+    monkeypatch.setattr(own_streams, "_streams", {})
     monkeypatch.setattr(lending, "current_stream", lambda device: compute)
     monkeypatch.setattr(lending, "wait_for", lambda then, first: then.wait_stream(first))
     monkeypatch.setattr(torch.cuda, "Stream", make)

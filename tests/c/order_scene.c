@@ -83,10 +83,8 @@ order_scene order_scene_open(order_verb verb, const char *transport, const order
   fdp_device_id others[MAX_RANKS];
   char reason[200];
   const char *name = NULL;
-  setenv("FASTDP_TRANSPORT", transport, 1);
   setenv("FASTDP_NCCL", FAKE_NCCL_PATH, 1);
-  CHECK_OK(fdp_context_open(&made.context));
-  unsetenv("FASTDP_TRANSPORT");
+  made.context = rig_context_open(transport);
   for (int32_t d = 0; d < MAX_RANKS; ++d) {
     made.devices[d] = sim_device(made.world, FDP_DEVICE_CUDA, d);
     fake_gpu_wrap(made.devices[d]);

@@ -108,15 +108,21 @@ bool rig_guards_hold(const rig_array *array) {
   return holds;
 }
 
+fdp_context *rig_context_open(const char *transport) {
+  fdp_context *context = NULL;
+  if (transport) setenv("FASTDP_TRANSPORT", transport, 1);
+  CHECK_OK(fdp_context_open(&context));
+  unsetenv("FASTDP_TRANSPORT");
+  return context;
+}
+
 /* Scratch that is not in use is filled with NaNs, so that a read after its time shows. */
 void rig_open(rig *ranks, rig_means means) {
   *ranks = (rig){.means = means};
   static const char *const names[] = {
       [RIG_PEER] = "peer", [RIG_NCCL] = "nccl", [RIG_HOST] = "host"};
   if (means == RIG_NCCL) setenv("FASTDP_NCCL", FAKE_NCCL_PATH, 1);
-  if (means >= RIG_PEER) setenv("FASTDP_TRANSPORT", names[means], 1);
-  CHECK_OK(fdp_context_open(&ranks->context));
-  unsetenv("FASTDP_TRANSPORT");
+  ranks->context = rig_context_open(means >= RIG_PEER ? names[means] : NULL);
   for (int32_t r = 0; r < RIG_RANKS; ++r) {
     ranks->ids[r] = host;
     if (means == RIG_AT_ONCE) {

@@ -61,6 +61,8 @@ typedef struct rig {
   fdp_stream *streams[RIG_RANKS]; /* all NULL if RIG_AT_ONCE */
 } rig;
 
+/* A context whose verbs are carried by that transport; NULL: as it is. */
+fdp_context *rig_context_open(const char *transport);
 void rig_open(rig *ranks, rig_means means);
 void rig_close(rig *ranks);
 /* Waits until all that is enqueued on every stream has run. */

@@ -79,10 +79,7 @@ static void sink(void *unused, fdp_log_level level, const char *message) {
 
 /* A context with threads for GPUs, under the ordinals 0 and 1. */
 static fdp_context *open_gpus(const char *transport) {
-  fdp_context *context = NULL;
-  if (transport) setenv("FASTDP_TRANSPORT", transport, 1);
-  CHECK_OK(fdp_context_open(&context));
-  unsetenv("FASTDP_TRANSPORT");
+  fdp_context *context = rig_context_open(transport);
   fdp_device_host_options options = {.kind = FDP_DEVICE_CUDA, .timeout_ms = 20000};
   for (; options.ordinal < 2; ++options.ordinal) {
     fdp_device *device = NULL;

@@ -156,9 +156,7 @@ static int32_t count_races(const char *transport) {
   char reason[FDP_MESSAGE_BYTES];
   const char *name = NULL;
   setenv("FASTDP_NCCL", FAKE_NCCL_PATH, 1);
-  setenv("FASTDP_TRANSPORT", transport, 1);
-  CHECK_OK(fdp_context_open(&context));
-  unsetenv("FASTDP_TRANSPORT");
+  context = rig_context_open(transport);
   for (int32_t d = 0; d < 3; ++d) {
     fdp_device *device = sim_device(world, FDP_DEVICE_CUDA, d);
     fake_gpu_wrap(device);

@@ -222,9 +222,7 @@ static scene scene_open(const peer_case *what, const case_dtype *type, bool fill
                         bool on_defaults) {
   scene made = {.what = what, .type = type, .world = sim_open(1)};
   fdp_view prototypes[MAX_SLOTS];
-  setenv("FASTDP_TRANSPORT", "peer", 1);
-  CHECK_OK(fdp_context_open(&made.context));
-  unsetenv("FASTDP_TRANSPORT");
+  made.context = rig_context_open("peer");
   for (int32_t d = 0; d < DEVICES; ++d) {
     made.devices[d] = sim_device(made.world, FDP_DEVICE_CUDA, d);
     watch(made.devices[d]);
