@@ -2,8 +2,9 @@
 
 Carried: grad mode, inference mode, autocast (enabled and dtype of each device type, cache), the
 default device (`torch.set_default_device`, `with torch.device(...)`), context variables (a copy,
-so that what a forward sets does not reach the next one on that thread), and on CUDA the current
-stream of the replica's device. Process-wide in torch, so in no need of carrying: default dtype,
+so that what a forward sets does not reach the next one on that thread), on the host the number of
+threads of torch's operators and whether denormals are zero, and on CUDA the current stream of the
+replica's device. Process-wide in torch, so in no need of carrying: default dtype,
 anomaly mode, deterministic mode, matmul precision, the seed.
 Not carried: saved-tensor hooks and torch's function and dispatch modes, which reach replica 0 alone
 (it runs on the caller's thread); the order in which saved tensors are unpacked makes hooks unsafe
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 from typing import Any, Callable, Iterator, Tuple
 
 import torch
@@ -26,10 +28,17 @@ def _autocast_types() -> Tuple[str, ...]:
     return ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
 
 
+def _flushes_denormals() -> bool:
+    """Of this thread; torch can set it, but not tell."""
+    return sys.float_info.min / 2.0 == 0.0
+
+
 class ThreadState:
     """A snapshot of the calling thread, to be entered on another."""
 
-    __slots__ = ("grad", "inference", "autocast", "cache", "default_device", "context")
+    __slots__ = (
+        "grad", "inference", "autocast", "cache", "default_device", "threads", "flushes", "context"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
@@ -40,6 +49,8 @@ class ThreadState:
         ]
         self.cache = torch.is_autocast_cache_enabled()
         self.default_device = _torch_compat.default_device()
+        self.threads = torch.get_num_threads()
+        self.flushes = _flushes_denormals()
         self.context = contextvars.copy_context()
 
     def run(self, work: Callable[[], Any]) -> Any:
@@ -58,6 +69,12 @@ class ThreadState:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.cache)
+        # A thread starts with the number that any thread has set last: with 1, once a DataLoader
+        # has pinned memory. What torch compiled with another number does not do then.
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        if _flushes_denormals() != self.flushes:
+            torch.set_flush_denormal(self.flushes)
         with torch.inference_mode(self.inference):
             # Inside: leaving or entering inference mode changes grad mode.
             torch.set_grad_enabled(self.grad)

@@ -7,6 +7,7 @@ copy of the module per chunk, gradients summed in rank order.
 
 import collections
 import copy
+import threading
 
 import pytest
 import torch
@@ -167,3 +168,11 @@ def check_against_hand(impl, module, x, n, bound=None, clone=copy.deepcopy):
         assert gradient is not None, f"{name} has no gradient"
         check(gradient, want_grads[name], **(bound or {}))
     return wrapped, reference
+
+
+def as_a_loader_that_pins_memory():
+    """One of torch's threads asks for one thread of the operators; torch takes that for all threads
+    that begin from now on."""
+    thread = threading.Thread(target=torch.set_num_threads, args=(1,))
+    thread.start()
+    thread.join()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from compiled_cases import Breaking, Net, Twins, count_for
 from fastdp.compile_calls import Arguments
+from nets import as_a_loader_that_pins_memory
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,6 +39,19 @@ def test_other_replica_objects_are_served_by_what_was_compiled(fast):
             held.append(twins.compiled.replicate(twins.compiled.module, twins.compiled.device_ids))
         twins.step(twins.rows(seed=seed))
     assert twins.count == count_for(fast, 2)
+
+
+def test_threads_that_began_with_another_number_of_operators_threads_are_served(fast):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        as_a_loader_that_pins_memory()
+        twins = Twins(fast, Net())
+        for seed in range(3):
+            twins.step(twins.rows(seed=seed))
+        assert twins.count == count_for(fast, 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_train_eval_and_no_grad_are_kinds_of_their_own_and_come_back(fast):

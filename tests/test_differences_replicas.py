@@ -5,6 +5,7 @@ on fastdp. The order in which NCCL adds cannot be shown without GPUs: that row l
 
 import copy
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import oracle
 import pytest
 import torch
 from differences import OURS, THEIRS, Rows, call, cells, per_replica, rank_of, ranked, wrap
-from nets import Apply, grads, ints, linear, same
+from nets import Apply, as_a_loader_that_pins_memory, grads, ints, linear, same
 from fastdp import devices
 from torch import nn
 
@@ -211,6 +212,42 @@ def test_thread_state():
     standard = torch.bfloat16
     assert under(THEIRS) == [(False, False, True, standard, True, "cpu")] * 2
     assert under(OURS) == [(False, True, True, torch.float16, False, "meta")] * 2
+
+
+@row("number of threads of torch's operators on the host")
+def test_operators_threads():
+    seen, before = [], torch.get_num_threads()
+    module, x = Apply(lambda self, x: (seen.append(torch.get_num_threads()), x)[1]), ints(4, 3)
+    torch.set_num_threads(3)
+    try:
+        kept = wrap(OURS, module)
+        kept(x)
+        as_a_loader_that_pins_memory()
+        for dp, expected in ((wrap(THEIRS, module), 1), (wrap(OURS, module), 3), (kept, 3)):
+            seen.clear()
+            dp(x)
+            assert seen == [expected] * 2
+        torch.set_num_threads(2)
+        seen.clear()
+        kept(x)
+        assert seen == [2, 2]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_denormals_are_zero_where_they_are_for_the_caller():
+    """As in torch's own, whose threads are new: they have it from the caller."""
+    module = Apply(lambda self, x: x / 2)
+    x = torch.full((2,), sys.float_info.min, dtype=torch.float64)
+    for side in (THEIRS, OURS):
+        dp = wrap(side, module)
+        for flushes in (False, True, False):
+            assert torch.set_flush_denormal(flushes)
+            try:
+                out = dp(x)
+            finally:
+                torch.set_flush_denormal(False)
+            assert (out == 0.0).tolist() == [flushes] * 2
 
 
 @row("saved-tensor hooks, function and dispatch modes")
