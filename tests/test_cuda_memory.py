@@ -61,6 +61,13 @@ def lent_bytes(devices):
     return [held.get(device, 0) for device in devices]
 
 
+def soon(true):
+    deadline = time.monotonic() + 5
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return true()
+
+
 def live_events():
     return sum(issubclass(type(thing), torch.cuda.Event) for thing in gc.get_objects())
 
@@ -117,6 +124,9 @@ def test_a_wrapper_that_is_gone_holds_nothing(ids):
     def replicas():
         return [t for t in threading.enumerate() if t.name.startswith("fastdp-replica")]
 
+    def allocated():
+        return [torch.cuda.memory_allocated(device) for device in devices]
+
     gc.collect()
     threads = set(replicas())
     devices = [torch.device("cuda", index) for index in dict.fromkeys(ids)]
@@ -128,7 +138,7 @@ def test_a_wrapper_that_is_gone_holds_nothing(ids):
     for warm in (True, False):
         for device in devices:
             torch.cuda.synchronize(device)
-        before = [torch.cuda.memory_allocated(device) for device in devices]
+        before = allocated()
         dp = fastdp.DataParallel(module, device_ids=ids, bucket_bytes=300_000)
         for _ in range(3):
             dp(x).sum().backward()
@@ -138,13 +148,10 @@ def test_a_wrapper_that_is_gone_holds_nothing(ids):
             torch.cuda.synchronize(device)
         module.zero_grad(set_to_none=True)
         del dp  # no collection: it must not be in a cycle
-        after = [torch.cuda.memory_allocated(device) for device in devices]
-        assert warm or after == before
+        # Autograd's threads may still be letting go of the last gradients.
+        assert soon(lambda: warm or allocated() == before), (allocated(), before)
         # A thread's cuBLAS handle, and its workspace, go to the next thread once it has ended.
-        deadline = time.monotonic() + 5
-        while set(replicas()) - threads and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not set(replicas()) - threads
+        assert soon(lambda: not set(replicas()) - threads)
 
 
 @pytest.mark.row("G1")
