@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import sys
+import threading
 from typing import Any, Callable, Iterator, Tuple
 
 import torch
@@ -64,7 +65,10 @@ class ThreadState:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Sets the state on this thread. Autocast is set by the raw setters: leaving a thread's
-        outermost `torch.autocast` would clear the cast cache of the whole process."""
+        outermost `torch.autocast` clears the cast cache of the whole process, which the caller,
+        where it casts, is still using. Where it does not, the forward's own must clear it: what it
+        cast would be taken for the weights of the next step."""
+        casts = any([enabled for _, enabled, _ in self.autocast])
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
@@ -75,17 +79,38 @@ class ThreadState:
             torch.set_num_threads(self.threads)
         if _flushes_denormals() != self.flushes:
             torch.set_flush_denormal(self.flushes)
-        with torch.inference_mode(self.inference):
-            # Inside: leaving or entering inference mode changes grad mode.
-            torch.set_grad_enabled(self.grad)
-            with _torch_compat.use_default_device(self.default_device):
-                yield
+        if casts:
+            torch.autocast_increment_nesting()
+        try:
+            with torch.inference_mode(self.inference):
+                # Inside: leaving or entering inference mode changes grad mode.
+                torch.set_grad_enabled(self.grad)
+                with _torch_compat.use_default_device(self.default_device):
+                    yield
+        finally:
+            if casts:
+                torch.autocast_decrement_nesting()
 
 
-def prepare_worker() -> None:
-    """Once per worker thread: a forward that leaves its own outermost `torch.autocast` there must
-    not clear the cast cache that the caller is still using."""
-    torch.autocast_increment_nesting()
+class Tracing:
+    """What debuggers and profilers ask of new threads (`threading.settrace`, `setprofile`): Python
+    looks for it when a thread begins, and a thread that is kept before each job."""
+
+    __slots__ = ("_trace", "_profile")
+
+    def __init__(self) -> None:
+        self._trace = threading.gettrace()
+        self._profile = threading.getprofile()
+
+    def follow(self) -> None:
+        """On the thread itself. What was set for this thread alone stays as it is."""
+        trace, profile = threading.gettrace(), threading.getprofile()
+        if trace is not self._trace:
+            self._trace = trace
+            sys.settrace(trace)
+        if profile is not self._profile:
+            self._profile = profile
+            sys.setprofile(profile)
 
 
 class restored_grad_mode:

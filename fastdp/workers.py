@@ -21,7 +21,7 @@ from . import _C
 from .hints import hint
 from .pace import Pace
 from .phases import replica_phase
-from .thread_state import ThreadState, prepare_worker, restored_grad_mode
+from .thread_state import ThreadState, Tracing, restored_grad_mode
 
 
 # How often whoever waits for a thread looks whether it is alive.
@@ -229,10 +229,11 @@ def _serve(inbox: Any) -> None:
     job = None
     try:
         identity = threading.get_ident()
-        prepare_worker()
+        tracing = Tracing()
         while True:
             job = None
             job = inbox.take(-1.0)
+            tracing.follow()
             _busy.add(identity)
             try:
                 job.execute_on_worker()

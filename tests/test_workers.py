@@ -18,15 +18,15 @@ class Failing:
     def __init__(self, monkeypatch):
         self.may_fail = threading.Event()
         self.failed = 0
-        self.plain = workers.prepare_worker
-        monkeypatch.setattr(workers, "prepare_worker", self)
+        self.plain = workers.Tracing
+        monkeypatch.setattr(workers, "Tracing", self)
 
     def __call__(self):
         if self.failed == 0:
             self.failed += 1
             assert self.may_fail.wait(WAIT_S)
             raise MemoryError("on demand")
-        self.plain()
+        return self.plain()
 
 
 @pytest.fixture

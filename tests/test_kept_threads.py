@@ -1,0 +1,65 @@
+"""BEHAVIOUR I: torch makes new threads at every forward, fastdp keeps its own. What a new thread
+takes over, and what ends with a thread, is the same on kept ones."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from nets import Apply, ints, ranked
+from torch import nn
+
+row = pytest.mark.row
+
+WAIT_S = 60.0  # at most: what is waited for comes at once, or never
+
+
+@row("E3", "I6")
+def test_what_a_forward_casts_is_not_taken_for_the_weights_of_the_next_step(impl):
+    """A weight that is no replica's own, in an autocast of the forward's: the last replica to leave
+    it clears the cast cache."""
+    device, left = impl.home.type, threading.Event()
+    weight = nn.Parameter(torch.eye(3, device=impl.home))
+
+    def forward(self, x):
+        first = x[0, 0] == 0
+        with torch.autocast(device, dtype=torch.bfloat16):
+            assert first or left.wait(WAIT_S)
+            out = x @ weight.to(x.device)
+        if first:
+            left.set()
+        return out.float()
+
+    dp = impl.wrap(Apply(forward).float(), 2)
+    x = ranked(2).float().to(impl.home)
+    for _ in range(3):
+        left.clear()
+        out = dp(x)
+        assert out.tolist() == (x @ weight).tolist()
+        with torch.no_grad():
+            weight.mul_(2)
+
+
+@row("I6", why="debuggers and profilers ask for new threads")
+@pytest.mark.parametrize("kind", ["trace", "profile"])
+def test_tracing_that_begins_after_the_threads_reaches_them_until_it_ends(impl, kind):
+    seen = []
+
+    def forward(self, x):
+        if threading.current_thread() is not threading.main_thread():
+            seen.append(getattr(sys, f"get{kind}")())
+        return x
+
+    def tracer(frame, event, argument):
+        return None
+
+    dp, set_hook = impl.wrap(Apply(forward), 3), getattr(threading, f"set{kind}")
+    former = getattr(threading, f"get{kind}")()
+    for hook in (former, tracer, tracer, former):
+        seen.clear()
+        set_hook(hook)
+        try:
+            dp(ints(3, 3))
+        finally:
+            set_hook(former)
+        assert len(seen) >= 2 and set(seen) == {hook}
