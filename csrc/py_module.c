@@ -20,6 +20,7 @@
 #include "py_scratch.h"
 #include "py_slots.h"
 #include "py_snapshot.h"
+#include "py_stream.h"
 #include "py_torch.h"
 #include "py_transport.h"
 #include "py_tree.h"
@@ -193,6 +194,8 @@ static PyMethodDef module_methods[] = {
      PyDoc_STR("layout(tensor, /)\n--\n\n(shape, strides, dtype, device) by DLPack's numbers.")},
     {"transport", (PyCFunction)(void *)fdp_py_transport, METH_FASTCALL,
      PyDoc_STR("transport(devices, wanted, /)\n--\n\n(name, reason) of what joins them.")},
+    {"open_stream", fdp_py_open_stream, METH_O,
+     PyDoc_STR("open_stream(device, /)\n--\n\nThe handle of a new stream, for good.")},
     {"scratch", fdp_py_scratch, METH_O,
      PyDoc_STR("scratch(trim, /)\n--\n\nWhat the scratch pools hold, by device.")},
     {"_use_exchange_table", use_exchange_table, METH_O,

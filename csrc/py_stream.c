@@ -1,5 +1,8 @@
 #include "py_stream.h"
 
+#include "context.h"
+#include "py_error.h"
+
 /* torch.cuda.current_stream(ordinal).cuda_stream, for a torch without the exchange table. Leaves
  * NULL when torch is not there. */
 static int ask_torch(int32_t ordinal, fdp_stream **stream) {
@@ -42,4 +45,31 @@ int fdp_py_stream_current(fdp_py_state *state, fdp_device_id device, fdp_stream 
     return -1;
   *stream = handle;
   return 0;
+}
+
+PyObject *fdp_py_open_stream(PyObject *module, PyObject *device) {
+  fdp_py_state *state = PyModule_GetState(module);
+  fdp_context *context;
+  fdp_device *opened = NULL;
+  fdp_stream *stream = NULL;
+  fdp_status status;
+  int kind;
+  int ordinal;
+
+  if (!PyTuple_Check(device)) {
+    PyErr_Format(PyExc_TypeError, "device: expected a tuple of two integers, got %R", device);
+    return NULL;
+  }
+  if (!PyArg_ParseTuple(device, "ii;device: two integers", &kind, &ordinal)) return NULL;
+  if (kind != FDP_DEVICE_CUDA) {
+    PyErr_Format(PyExc_ValueError, "device: %R is no GPU (%d, index)", device, FDP_DEVICE_CUDA);
+    return NULL;
+  }
+  if ((context = fdp_py_context(state)) == NULL) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  status = fdp_context_device(context, (fdp_device_id){kind, ordinal}, &opened);
+  if (status == FDP_OK) status = opened->ops->stream_open(opened, &stream);
+  Py_END_ALLOW_THREADS
+  if (status != FDP_OK) return fdp_py_raise(state, status);
+  return PyLong_FromVoidPtr(stream);
 }

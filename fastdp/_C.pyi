@@ -89,6 +89,10 @@ def scratch(trim: bool, /) -> Tuple[Tuple[Tuple[int, int], int, int], ...]:
     """(device by DLPack's numbers, bytes of its memory, bytes of pinned memory) that the scratch
     pools of each opened device hold. With `trim` what is idle is given back first."""
 
+def open_stream(device: Tuple[int, int], /) -> int:
+    """The handle of a new stream of a GPU, by DLPack's numbers, that does not wait for the default
+    stream. It is nobody else's, and stays open as long as the process."""
+
 def borrow(tensors: Tuple[_Producer, ...], /) -> int:
     """Borrows each and gives the number of elements in all (benchmarks, tests). Like the methods of
     Bucket and describe(), it asks only complex tensors for the conjugate and the negative bit."""

@@ -134,7 +134,7 @@ def streams(monkeypatch):
     monkeypatch.setattr(own_streams, "_streams", {})
     monkeypatch.setattr(lending, "current_stream", lambda device: compute)
     monkeypatch.setattr(lending, "wait_for", lambda then, first: then.wait_stream(first))
-    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(own_streams, "_opened", make)
     return compute, made
 
 
