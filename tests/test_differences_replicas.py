@@ -4,7 +4,9 @@ on fastdp. The order in which NCCL adds cannot be shown without GPUs: that row l
 """
 
 import copy
+import os
 import re
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -181,6 +183,9 @@ def test_threads():
         kept = side == OURS
         assert (first == set(runs)) == kept
         assert (threading.current_thread() in runs) == kept
+        others = {thread for thread in first if thread is not threading.current_thread()}
+        assert (others <= set(threading.enumerate())) == kept
+        assert not kept or all(thread.daemon for thread in others)
 
 
 @row("state that replicas see")
@@ -233,6 +238,60 @@ def test_operators_threads():
         assert seen == [2, 2]
     finally:
         torch.set_num_threads(before)
+
+
+@row("signal mask and CPU affinity, changed after the first forward")
+def test_what_a_thread_has_from_its_birth():
+    def look(self, x):
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        seen[rank_of(x)] = signal.pthread_sigmask(signal.SIG_BLOCK, []), cpus
+        return x
+
+    wrapped = [wrap(side, Apply(look)) for side in (THEIRS, OURS)]
+    seen = {}
+    wrapped[1](ranked())
+    before = seen[0]
+    assert before == seen[1]
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    if before[1] > 1:
+        cpus = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cpus)})
+    try:
+        for dp, ranks in zip(wrapped, ([0, 1], [0])):
+            seen.clear()
+            dp(ranked())
+            for rank in (0, 1):
+                new = before[0] | {signal.SIGUSR2}, 1
+                assert seen[rank] == (new if rank in ranks else before)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before[0])
+        if before[1] > 1:
+            os.sched_setaffinity(0, cpus)
+
+
+@row(
+    "what a forward leaves set for its thread: autocast past `torch.autocast`, "
+    "`threading.local` values"
+)
+def test_what_a_forward_leaves():
+    def forward(self, x):
+        kept.calls = getattr(kept, "calls", 0) + 1
+        counts.append(kept.calls)
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_grad_enabled(False)
+        return x
+
+    for side in (THEIRS, OURS):
+        kept, counts = threading.local(), []
+        dp = wrap(side, Apply(forward))
+        for _ in range(2):
+            try:
+                dp(ints(4, 3))
+                assert torch.is_autocast_enabled("cpu") == (side == OURS)
+            finally:
+                torch.set_autocast_enabled("cpu", False)
+            assert torch.is_grad_enabled()
+        assert sorted(counts) == ([1, 1, 1, 1] if side == THEIRS else [1, 1, 2, 2])
 
 
 def test_denormals_are_zero_where_they_are_for_the_caller():
