@@ -59,7 +59,8 @@ CALLS = {
 VAGUE = ("append", "close", "put", "take", "wait", "give_up")
 FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
     "streams.py": (
-        ("tests/test_orders.py", "tests/test_deadlines.py", "tests/test_overlap.py"),
+        ("tests/test_orders.py", "tests/test_orders_memory.py", "tests/test_deadlines.py",
+         "tests/test_overlap.py"),
         ("append",),
     ),
     "awaited.py": (("tests/test_orders.py",), ()),
@@ -67,7 +68,7 @@ FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
     "plans.py": (("tests/test_orders.py",), ()),
     "replicas.py": (("tests/test_orders.py", "tests/test_fits_counted.py"), ()),
     "replica_sets.py": (("tests/test_orders.py",), ("close",)),
-    "functions.py": (("tests/test_orders.py",), ()),
+    "functions.py": (("tests/test_orders.py", "tests/test_orders_memory.py"), ()),
     "copies.py": (("tests/test_orders.py",), ()),
     "deadlines.py": (("tests/test_deadlines.py",), ("close", "append", "wait")),
     "compiled.py": (("tests/test_compiled_graphs.py",), ("wait",)),

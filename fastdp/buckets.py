@@ -75,11 +75,11 @@ class Bucket:
         slots = self.core.views(flat) if self._makes_views else None
         return self.core.split(flat) if slots is None else slots
 
-    def with_zeros(self, tensors: Sequence[Optional[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """One tensor per slot, zeros where there is None."""
-        if all(tensor is not None for tensor in tensors):
-            return tensors
-        zeros = self._slots_of_sums(((None,) * self.count,), self.take_for_sums())
+    def with_zeros(
+        self, tensors: Sequence[Optional[torch.Tensor]], flat: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """One tensor per slot, zeros in `flat` where there is None."""
+        zeros = self._slots_of_sums(((None,) * self.count,), flat)
         return [zero if tensor is None else tensor for zero, tensor in zip(zeros, tensors)]
 
     def take(self, home: bool) -> Tuple[torch.Tensor, ...]:

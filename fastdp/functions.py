@@ -257,6 +257,8 @@ class Reduce(Function):
     def forward(
         ctx: Any, bucket: Bucket, compute: Any, flat: Any, *gradients: Optional[torch.Tensor]
     ) -> Gradients:
+        # Zeros that the engine makes would be in memory that nobody has waited for.
+        ctx.set_materialize_grads(False)
         ctx.bucket, ctx.compute = bucket, compute
         ctx.present = [gradient is not None for gradient in gradients]
         return bucket.sums(gradients, flat[0])
@@ -264,9 +266,14 @@ class Reduce(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         bucket = ctx.bucket
-        gradients = bucket.with_zeros(gradients)
-        with bucket.communication.in_backward(ctx.compute, gradients, spreads=True):
+        communication = bucket.communication
+        with communication.in_backward(ctx.compute, gradients, spreads=True):
+            is_partial = any([gradient is None for gradient in gradients])
+            zeros = bucket.take_for_sums() if is_partial else None
             flats = bucket.take(False)
+            communication.begin(ctx.compute)  # behind whoever had that memory, as in a forward
+            if zeros is not None:
+                gradients = bucket.with_zeros(gradients, zeros)
             if torch.is_grad_enabled():
                 copies = Broadcast.apply(bucket, False, flats, ctx.compute, {}, *gradients)[:-1]
             else:

@@ -123,11 +123,11 @@ def wait_for(then: torch.cuda.Stream, first: torch.cuda.Stream) -> None:
     if then is first or then == first:  # torch compares streams in Python
         return
     key = threading.get_ident(), first.device
-    event = _events.get(key)
-    if event is None:
-        event = _events[key] = torch.cuda.Event()
+    # Out of reach: what a destructor or signal handler enqueues in between would record it again.
+    event = _events.pop(key, None) or torch.cuda.Event()
     event.record(first)
     then.wait_event(event)
+    _events[key] = event
 
 
 # GPUs all of whose memory is open to each other: pairs, and whole lists that were asked for. A
@@ -295,6 +295,11 @@ class Communication:
                 if here is not compute and here != compute:
                     wait_for(stream, here)
                 wait_for(stream, node)
+        if len(self._used) > len(streams):  # by other forwards, whose memory may have gone back
+            with self._lock:
+                used = [each for each in self._used.values() if each not in snapshot.streams]
+            for compute in used:
+                wait_for(streams[self.devices.index(compute.device)], compute)
         return streams
 
     def _event(self, device: torch.device) -> torch.cuda.Event:
@@ -324,17 +329,20 @@ class Communication:
         self.release_reads(_MAX_RETIRING)
 
     def release_reads(self, keep: int = 0) -> None:
-        """Gradients that were read go back, but those of the last `keep` buckets."""
+        """Gradients that were read go back, but those of the last `keep` buckets. None is let go of
+        before its waits are enqueued: an interrupt may come between any two lines."""
+        if len(self._retiring) <= keep:
+            return
         with self._lock:
-            count = len(self._retiring) - keep
-            if count <= 0:
-                return
-            over, self._retiring = self._retiring[:count], self._retiring[count:]
+            over = self._retiring[: max(0, len(self._retiring) - keep)]
         for reads, _ in over:
             for compute, event in reads:
                 compute.wait_event(event)
-        with self._lock:
-            for reads, _ in over:
+        ours = set(map(id, over))
+        with self._lock:  # of what others have let go of meanwhile the events are no more ours
+            gone = [each for each in self._retiring if id(each) in ours]
+            self._retiring = [each for each in self._retiring if id(each) not in ours]
+            for reads, _ in gone:
                 for compute, event in reads:
                     self._spare.setdefault(compute.device, []).append(event)
 
@@ -373,12 +381,14 @@ _held_lock = threading.Lock()
 
 def hold_pinned(tensor: torch.Tensor, devices: Sequence[torch.device]) -> None:
     """Keeps a pinned host tensor until the copies from it, just enqueued on the current streams,
-    have run: torch's allocator of pinned memory knows nothing of them."""
+    have run: torch's allocator of pinned memory knows nothing of them. What a CUDA graph of the
+    caller's reads at each replay is the caller's to keep, and its events can be asked for nothing.
+    """
     global _held
     if tensor.device.type != "cpu":
         return
     targets = distinct(devices)
-    if not targets or not tensor.is_pinned():
+    if not targets or not tensor.is_pinned() or _torch_compat.is_capturing():
         return
     events = []
     for device in targets:
