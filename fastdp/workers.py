@@ -229,8 +229,8 @@ def _serve(inbox: Any) -> None:
     job = None
     try:
         identity = threading.get_ident()
-        tracing = Tracing()
-        while True:
+        tracing, forks = Tracing(), _forks
+        while forks == _forks:  # else this is a child, forked inside a forward: nobody calls there
             job = None
             job = inbox.take(-1.0)
             tracing.follow()
@@ -277,7 +277,13 @@ class Teams:
 _all_teams: "weakref.WeakSet[Teams]" = weakref.WeakSet()
 
 
+# How many forks lie between the first process and this one.
+_forks = 0
+
+
 def _forget_all() -> None:
+    global _forks
+    _forks += 1
     _busy.clear()
     for teams in list(_all_teams):
         teams.forget()

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from child_interpreter import check
 from nets import Apply, ints, ranked
 from torch import nn
 
@@ -63,3 +64,29 @@ def test_tracing_that_begins_after_the_threads_reaches_them_until_it_ends(impl, 
         finally:
             set_hook(former)
         assert len(seen) >= 2 and set(seen) == {hook}
+
+
+@row("H7", why="mutant: fork")
+def test_a_child_forked_in_a_forward_ends_with_that_forward():
+    """As where the thread was new. A forward that forks and returns in both processes is a mistake;
+    it must not leave children behind that wait for ever."""
+    check(
+        """
+        class Forks(Timed):
+            def forward(self, x):
+                if x[0, 0] == 1:
+                    children.append(os.fork())
+                return self.lin(x)
+
+        children = []
+        dp = fastdp.DataParallel(Forks(), device_ids=IDS)
+        dp(x)
+        deadline = time.monotonic() + 60
+        while os.waitpid(children[0], os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(children[0], signal.SIGKILL)
+                sys.exit("the child waits for ever")
+            time.sleep(0.01)
+        assert dp(x).tolist() == dp.module.lin(x).tolist()
+        """
+    )
