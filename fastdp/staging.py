@@ -104,6 +104,9 @@ class Stager:
             return result
 
         result = self._mapped(batch, scattered, moved)
+        for device in distinct([source.device for source in sources]):
+            # A loader may write its next batch where this one lies.
+            wait_for(current_stream(device), _copy_stream(device))
         for device, event in arrived.items():
             event.record(_copy_stream(device))
         if sources:

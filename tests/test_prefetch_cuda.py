@@ -106,6 +106,24 @@ def test_training_is_the_same_to_the_bit(ids, kind, scatter, held, late_copies):
         same(train(ours, fed, scatter is None), want)
 
 
+def test_a_loader_that_writes_all_its_batches_into_one_tensor_on_a_gpu(ids, monkeypatch):
+    """Each copy is held up."""
+    broadcast = staging.moves.broadcast
+
+    def late(family, source, devices):
+        torch.cuda._sleep(HOLD_CYCLES // 4)
+        return broadcast(family, source, devices)
+
+    monkeypatch.setattr(staging.moves, "broadcast", late)
+    home = torch.device("cuda", ids[0])
+    dp = fastdp.DataParallel(nn.Identity().to(home), ids)
+    batch = torch.empty(64, WIDTH, device=home)
+    load = (batch.fill_(k) for k in range(STEPS))
+    kept = [dp(each) for each in fastdp.prefetch(load, dp, depth=3)]
+    for k, tensor in enumerate(kept):
+        assert tensor.eq(k).all()
+
+
 @pytest.mark.parametrize("engine", ["auto", "graph"])
 def test_recorded_steps(ids, engine):
     home = torch.device("cuda", ids[0])
