@@ -36,6 +36,8 @@ __all__ = ["replicate"]
 
 # The first of a module's buckets, where moves are hidden. It takes some 10 us between two H200.
 _FIRST_BYTES = 4 * 2**20
+# Of buckets on one device. GPT-2 twice on an H200, forward and backward: 63.3 ms, with 25 MiB 66.8.
+_SHARED_BYTES = 64 * 2**20
 # Sets that user code held when their call ended; looked at again at the next.
 _MAX_LENT = 2
 
@@ -315,15 +317,18 @@ class Replicator:
         """What the moves run on, and how large the first parameter's bucket and the others may be,
         where the limit is the default. Beside compute only that bucket is not hidden: the forward
         waits for it, and a backward mostly completes it last. In line nothing is gained by more
-        buckets than one."""
+        buckets than one, but each holds its gradients until all are there: on one device those of
+        several replicas."""
         limit_bytes = self._bucket_bytes
         dense = [tensor for tensor in tensors if not is_sparse(tensor)]
         if is_worth_hiding(dense, devices, self._transport):
             first_bytes = _FIRST_BYTES if limit_bytes == DEFAULT_BUCKET_BYTES else limit_bytes
             return self._communication, first_bytes, limit_bytes
-        if limit_bytes == DEFAULT_BUCKET_BYTES and len(set(devices)) > 1:
+        if limit_bytes == DEFAULT_BUCKET_BYTES:
             size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in dense)
             limit_bytes = max(limit_bytes, size_bytes)
+            if len(set(devices)) == 1:
+                limit_bytes = min(limit_bytes, _SHARED_BYTES)
         return self._in_line, limit_bytes, limit_bytes
 
     def _take_set(self, root: nn.Module) -> ReplicaSet:

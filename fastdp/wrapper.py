@@ -65,8 +65,8 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
             nn.DataParallel, or "none", as without a wrapper. Default: FASTDP_UNUSED_GRAD, else
             "zero".
         bucket_bytes: parameters travel in buckets of at most this many bytes. Default:
-            FASTDP_BUCKET_BYTES, else 25 MiB, but for the first bucket, which nothing hides: 4 MiB
-            where moves run beside compute.
+            FASTDP_BUCKET_BYTES, else 25 MiB; then 4 MiB for the first bucket where moves run beside
+            compute, as nothing hides it, and 64 MiB for replicas on one device.
         transport: what carries parameters and gradients between devices: "auto", "local", "peer",
             "nccl" or "host". Default: FASTDP_TRANSPORT, else "auto".
         engine: "eager" runs the model's Python at every step. "auto" records a step that comes back
