@@ -36,6 +36,7 @@ from .replica_sets import ReplicaSet
 from .signatures import NotRecordable
 from .streams import Snapshot, current_stream, hold_pinned, wait_for
 from .tapes import Column, Tape, at_once, noting_reads
+from .versions import Versions
 
 Tensors = Tuple[torch.Tensor, ...]
 
@@ -90,6 +91,10 @@ class Recording:
         self._latest: Optional[Backward] = None
         self._pools: List[Any] = []
         self._outputs: List[Any] = []
+        # The first replica's: its backward reads them there, also where the module has other memory
+        # by then (`parameter.data = ...`).
+        self._own = [tensor.untyped_storage() for tensor in source.tensors]
+        self._versions = Versions(source.tensors, source.plan.parameter_count)
         self._renewals = captures.renewals()
         self._compiled = source.compiled  # whose kernels are launched
         self._capture(source, rows, named, recorder)
@@ -143,6 +148,7 @@ class Recording:
         try:
             with recorder.aside():
                 self._attempt(source, rows, named, noting_reads, recorder)
+                self._versions.learn(source.tensors, self._tapes[0].saved)
                 self._attempt(source, rows, named, at_once, recorder)
                 with as_compiled():
                     with recorder.rehearsal():
@@ -267,7 +273,7 @@ class Recording:
                     graph.replay()
         # The parameters may be written once this returns: after the copies out of them.
         communication.deliver()
-        call.versions = _versions(call.tensors[: self._plan.parameter_count])
+        call.versions = self._versions.after_forward(call.tensors)
         with phase("gather"):
             return [self._join(column) for column in self._columns]
 
@@ -324,7 +330,7 @@ class Recording:
 
     def backward(self, call: Call, gradients: Sequence[Optional[torch.Tensor]]) -> List[Any]:
         """The gradients of what GraphStep was given."""
-        self._check_versions(call)
+        self._versions.check(call.tensors, call.versions)
         with call.compute.in_backward(self._home):
             way = self._way(gradients)
             for place in way.places:
@@ -370,20 +376,3 @@ class Recording:
                 dim = self._dim % column.cut[0].dim()
                 source = TORCH.source(resolved(gradient), "gradient")
                 _C.scatter(source, tuple(column.cut), dim)
-
-    def _check_versions(self, call: Call) -> None:
-        parameters = call.tensors[: self._plan.parameter_count]
-        if call.versions == _versions(parameters):
-            return
-        for k, (tensor, version) in enumerate(zip(parameters, call.versions)):
-            if tensor._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: parameter {k} of the module, of shape "
-                    f"{list(tensor.shape)}, is at version {tensor._version}; expected version "
-                    f"{version} instead. Call backward before the optimizer's step"
-                )
-
-
-def _versions(tensors: Tensors) -> Tuple[int, ...]:
-    return tuple([tensor._version for tensor in tensors])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, List, Optional, Sequence, Set, Tuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from . import _torch_compat, signatures
 from .buckets import Bucket, is_sparse, resolved
@@ -14,6 +15,7 @@ from .readiness import uncompiled
 from .reads import Reads
 from .signatures import NotRecordable
 from .streams import current_stream
+from .versions import memory_of
 
 Tensors = Tuple[torch.Tensor, ...]
 
@@ -81,6 +83,7 @@ class Tape:
         self.leaf_gradients: Tuple[Optional[torch.Tensor], ...] = ()
         self.held: List[torch.Tensor] = []
         self.reads: Optional[Reads] = None
+        self.saved: Set[int] = set()  # addresses of what a forward saved for its backward
 
     def static(self) -> List[torch.Tensor]:
         """What lies outside of the recorder's pool, for as long as the recording lives."""
@@ -155,9 +158,15 @@ class Tape:
     def forward_noting_reads(self) -> None:
         """As `forward`, for a warm-up: what it reads of others is kept alive from now on."""
         known = [*self.inputs, *self.module.parameters(), *self.module.buffers()]
-        with uncompiled(), Reads(self.device, known) as reads:
-            self.forward()
+        with uncompiled(), saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
+            with Reads(self.device, known) as reads:
+                self.forward()
         self.held, self.reads = reads.held, reads
+
+    def _note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout == torch.strided:
+            self.saved.add(memory_of(tensor))
+        return tensor
 
     def backward(self, columns: Sequence[Column], keep: bool) -> None:
         """From the gradients of these columns. `keep`: another backward is to follow."""
