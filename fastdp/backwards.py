@@ -60,8 +60,23 @@ class Sums:
         k = bucket.number
         self.bucket = bucket
         self._keeps_none = keeps_none
+        self._reached: Optional[List[int]] = None
         self._packed = tuple(tape.packed[k] for tape in tapes)
         self._ready = [(tape.device, event) for tape in tapes for event in tape.ready[k : k + 1]]
+
+    def reached(self, ways: Sequence[Backward], singly: bool) -> List[int]:
+        """The slots that some way back reaches, `singly` or all of the bucket together: an eager
+        step's backward visits no others, and calls none of their hooks."""
+        slots = list(range(self.bucket.count))
+        if not self._keeps_none:
+            return slots
+        unused = [set(way.unused[self.bucket.number]) for way in ways]
+        found = [slot for slot in slots if any(slot not in each for each in unused)]
+        return found if singly or not found else slots
+
+    def narrow(self, slots: List[int]) -> None:
+        """From now on `into` gives these alone."""
+        self._reached = slots if len(slots) < self.bucket.count else None
 
     def into(self, flat: torch.Tensor, way: Backward) -> List[Optional[torch.Tensor]]:
         """On the streams that are current: behind the recorded events, the sum in rank order."""
@@ -74,4 +89,4 @@ class Sums:
         slots: List[Optional[torch.Tensor]] = list(self.bucket.slots(flat))
         for slot in way.unused[self.bucket.number] if self._keeps_none else ():
             slots[slot] = None
-        return slots
+        return slots if self._reached is None else [slots[slot] for slot in self._reached]

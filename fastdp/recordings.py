@@ -222,6 +222,20 @@ class Recording:
         for column in columns:
             column.settle(self._joined)
         self._columns, self._forwards, self._backwards = columns, forwards, backwards
+        self._narrow(backwards)
+
+    def _narrow(self, backwards: List[Backward]) -> None:
+        """To the parameters that a backward reaches, if it reaches any."""
+        reached = [sums.reached(backwards, not self._joined) for sums in self._sums]
+        if any(reached):
+            for sums, slots in zip(self._sums, reached):
+                sums.narrow(slots)
+            self._learning = [
+                sums.bucket.places[slot]
+                for sums, slots in zip(self._sums, reached)
+                for slot in slots
+            ]
+            self._sums = [sums for sums, slots in zip(self._sums, reached) if slots]
 
     # A step
 

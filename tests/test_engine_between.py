@@ -1,5 +1,5 @@
-"""What is written between a recorded forward and its backward: it counts as in an eager
-step. On the host the recorder is the one that freezes addresses."""
+"""What is written between a recorded forward and its backward, and which hooks a backward calls: as
+in an eager step. On the host the recorder is the one that freezes addresses."""
 
 import gc
 
@@ -135,3 +135,47 @@ def test_statistics_that_are_written_before_the_backward(means):
     assert raised(twins, lambda dp: dp.module[1].running_var.add_(1)) == [True, True]
     assert raised(twins, lambda dp: dp.module[1].num_batches_tracked.add_(1)) == [False, False]
     twins.check_gradients()
+
+
+class Partly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("unused_grad", ["zero", "none"])
+def test_hooks_of_parameters_that_no_backward_reaches(means, unused_grad):
+    """They are called where an eager step calls them, which is with zeros or not at all."""
+    twins = twins_of(means, Partly(), unused_grad=unused_grad, bucket_bytes=8)
+    before = graph_steps(twins)
+    calls = []
+    for dp in twins.both:
+        calls.append([])
+        for parameter in dp.parameters():
+            parameter.register_hook(lambda gradient: 2 * gradient)
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, log=calls[-1]: log.append(p.shape)
+            )
+    twins.step(rows(means, 20))
+    assert graph_steps(twins) == before + 1
+    none = unused_grad == "none" or means.replicas == 1
+    assert [len(log) for log in calls] == [2 if none else 4] * 2
+
+
+def test_a_bucket_of_which_a_part_is_reached(means):
+    """All in one bucket, of which one tensor is used: eager replicas' backward visits them all."""
+    twins = twins_of(means, Partly(), unused_grad="none")
+    before = graph_steps(twins)
+    calls = []
+    for dp in twins.both:
+        calls.append([])
+        for parameter in dp.parameters():
+            parameter.register_hook(lambda gradient, log=calls[-1]: log.append(gradient is None))
+    twins.step(rows(means, 20))
+    assert graph_steps(twins) == before + 1
+    assert sorted(calls[0]) == sorted(calls[1])
+    assert all(p.grad is None for p in twins.recorded.module.unused.parameters())
