@@ -335,6 +335,7 @@ def _scatter_into(family: Any, tensor: Any, out: Any, dim: int, streams: Any) ->
             part = source.narrow(dim, starts[first], starts[last] - starts[first])
         with nullcontext() if lane is None else torch.cuda.stream(lane):
             _C.scatter(part, outputs.targets[first:last], dim)
+            moves.hold_sources((part,), outputs.places[first:last])
     return outputs.written()
 
 
@@ -348,6 +349,7 @@ def _gather_into(family: Any, tensors: Sequence[Any], out: Any, dim: int) -> Any
         raise ValueError(f"out has shape {outputs.shapes[0]}, but the result has {expected}")
     open_peers((*outputs.places, *map(family.device, sources)))
     _C.gather(tuple(sources), outputs.targets[0], dim)
+    moves.hold_sources(sources, outputs.places)
     return outputs.written()[0]
 
 
@@ -359,6 +361,7 @@ def _broadcast_into(family: Any, tensor: Any, out: Any) -> Tuple[Any, ...]:
             raise ValueError(f"out[{i}] has shape {shape}, but tensor has {family.shape(tensor)}")
     open_peers((family.device(source), *outputs.places))
     _C.broadcast(source, outputs.targets)
+    moves.hold_sources((source,), outputs.places)
     return outputs.written()
 
 

@@ -55,11 +55,8 @@ def copies_of(
     tensor: torch.Tensor, devices: Sequence[torch.device], weights: Weights = None
 ) -> Tuple[torch.Tensor, ...]:
     if needs_node((tensor,)):
-        copies = Copies.apply(tuple(devices), weights, tensor)
-    else:
-        copies = _copied(tensor, devices, weights)
-    streams.hold_pinned(tensor, devices)
-    return copies
+        return Copies.apply(tuple(devices), weights, tensor)
+    return _copied(tensor, devices, weights)
 
 
 def sum_of(

@@ -48,11 +48,8 @@ def scatter_tensor(
         sizes = moves.chunk_lengths(size, len(devices)) if size else [0] * len(devices)
     dim = dim % tensor.dim()
     if needs_node((tensor,)):
-        pieces = Scatter.apply(tuple(devices), tuple(sizes), dim, tensor)
-    else:
-        pieces = moves.scatter(TORCH, TORCH.source(tensor, "inputs"), devices, sizes, dim)
-    streams.hold_pinned(tensor, devices)
-    return pieces
+        return Scatter.apply(tuple(devices), tuple(sizes), dim, tensor)
+    return moves.scatter(TORCH, TORCH.source(tensor, "inputs"), devices, sizes, dim)
 
 
 class Scatter(Function):

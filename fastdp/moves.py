@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 
 from . import _C
-from .streams import open_peers
+from .streams import hold_pinned, open_peers
 
 
 def chunk_lengths(batch: int, count: int) -> List[int]:
@@ -20,6 +20,14 @@ def chunk_lengths(batch: int, count: int) -> List[int]:
         return [0]
     step = -(-batch // count)
     return [min(step, batch - start) for start in range(0, batch, step)]
+
+
+def hold_sources(sources: Iterable[Any], devices: Sequence[torch.device]) -> None:
+    """After copies to the devices, enqueued on their current streams: whoever made the sources may
+    let go of them at once. (Sums read what lies on the host before they return.)"""
+    for source in sources:
+        if isinstance(source, torch.Tensor):
+            hold_pinned(source, devices)
 
 
 def scatter(
@@ -40,6 +48,7 @@ def scatter(
         )
         open_peers((family.device(source), *devices))
         _C.scatter(source, results, dim)
+        hold_sources((source,), devices)
     return results
 
 
@@ -50,6 +59,7 @@ def gather(family: Any, sources: Sequence[Any], dim: int, device: torch.device) 
     result = family.joined(sources, shape, device)
     open_peers((device, *map(family.device, sources)))
     _C.gather(tuple(sources), result, dim)
+    hold_sources(sources, (device,))
     return result
 
 
@@ -58,6 +68,7 @@ def broadcast(family: Any, source: Any, devices: Sequence[torch.device]) -> Tupl
     if results:
         open_peers((family.device(source), *devices))
         _C.broadcast(source, results)
+        hold_sources((source,), devices)
     return results
 
 

@@ -159,3 +159,24 @@ def test_other_producers_on_a_gpu():
     pieces = comm.scatter(cupy.arange(6, dtype="float32"), [0, 0])
     assert [torch.from_dlpack(piece).tolist() for piece in pieces] == [[0, 1, 2], [3, 4, 5]]
     assert torch.from_dlpack(comm.gather(pieces)).device == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("verb", ["scatter", "broadcast", "gather"])
+def test_pinned_memory_that_is_let_go_of_at_once(pair, verb):
+    """The next that is taken is not where a copy, which is held up, has yet to read."""
+
+    def pinned(k):
+        return torch.full((2, 1 << 18), float(k)).pin_memory()
+
+    results = []
+    for k in range(4):
+        for index in set(pair):
+            with torch.cuda.device(index):
+                torch.cuda._sleep(20_000_000)  # some 10 ms
+        if verb == "gather":
+            results.append([comm.gather([pinned(k), pinned(k)], destination=pair[0])])
+        else:
+            results.append(getattr(comm, verb)(pinned(k), pair))
+    for k, parts in enumerate(results):
+        for part in parts:
+            assert part.eq(k).all()

@@ -169,3 +169,48 @@ def test_what_a_callers_own_graph_reads_is_no_business_of_ours(gpus, monkeypatch
     monkeypatch.setattr(_torch_compat, "is_capturing", lambda: False)
     streams.hold_pinned(torch.ones(3), gpus.devices)
     assert len(streams._held) == 1 and gpus.records == 2
+
+
+def in_two(x):
+    return fastdp.comm.scatter(x, ["cpu"] * 2)
+
+
+def into_two(x):
+    fastdp.comm.scatter(x, out=[torch.empty(2, WIDTH), torch.empty(2, WIDTH)])
+
+
+def twice(x):
+    fastdp.comm.broadcast(x, ["cpu"] * 2)
+
+
+def twice_into(x):
+    fastdp.comm.broadcast(x, out=[torch.empty(4, WIDTH), torch.empty(4, WIDTH)])
+
+
+def joined(x):
+    fastdp.comm.gather([x, torch.ones(1, WIDTH)], destination="cpu")
+
+
+def joined_into(x):
+    fastdp.comm.gather([x, torch.ones(1, WIDTH)], out=torch.empty(5, WIDTH))
+
+
+def as_a_gradient(x):
+    """Of an output that was gathered."""
+    dp = fastdp.DataParallel(nn.Linear(WIDTH, WIDTH), ["cpu"] * 2)
+    dp(torch.ones(4, WIDTH)).backward(x)
+
+
+@pytest.mark.parametrize("hidden", [False], ids=["in line"])
+@pytest.mark.parametrize(
+    "act", [in_two, into_two, twice, twice_into, joined, joined_into, as_a_gradient]
+)
+def test_pinned_memory_is_kept_until_a_verb_has_read_it(gpus, monkeypatch, hidden, act):
+    """torch's allocator would give it to the next who asks for some."""
+    monkeypatch.setattr(streams, "_held", [])
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    gpus.stall(gpus.devices[0])
+    x = torch.ones(4, WIDTH)
+    held = x.data_ptr()
+    act(x)
+    assert held in [tensor.data_ptr() for _, tensor in streams._held]
