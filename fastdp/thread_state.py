@@ -65,10 +65,7 @@ class ThreadState:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Sets the state on this thread. Autocast is set by the raw setters: leaving a thread's
-        outermost `torch.autocast` clears the cast cache of the whole process, which the caller,
-        where it casts, is still using. Where it does not, the forward's own must clear it: what it
-        cast would be taken for the weights of the next step."""
-        casts = any([enabled for _, enabled, _ in self.autocast])
+        outermost `torch.autocast` clears the cast cache of the whole process."""
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
@@ -79,17 +76,18 @@ class ThreadState:
             torch.set_num_threads(self.threads)
         if _flushes_denormals() != self.flushes:
             torch.set_flush_denormal(self.flushes)
-        if casts:
-            torch.autocast_increment_nesting()
-        try:
-            with torch.inference_mode(self.inference):
-                # Inside: leaving or entering inference mode changes grad mode.
-                torch.set_grad_enabled(self.grad)
-                with _torch_compat.use_default_device(self.default_device):
-                    yield
-        finally:
-            if casts:
-                torch.autocast_decrement_nesting()
+        with torch.inference_mode(self.inference):
+            # Inside: leaving or entering inference mode changes grad mode.
+            torch.set_grad_enabled(self.grad)
+            with _torch_compat.use_default_device(self.default_device):
+                yield
+
+
+def end_casts() -> None:
+    """After a forward of several replicas. torch's own threads leave an autocast each, which clears
+    the cast cache of the process; programs that stay in one autocast for a whole run rely on it:
+    weights that no wrapper has, such as those of a loss, are cast anew at each step."""
+    torch.clear_autocast_cache()
 
 
 class Tracing:

@@ -21,7 +21,7 @@ from . import _C
 from .hints import hint
 from .pace import Pace
 from .phases import replica_phase
-from .thread_state import ThreadState, Tracing, restored_grad_mode
+from .thread_state import ThreadState, Tracing, end_casts, restored_grad_mode
 
 
 # How often whoever waits for a thread looks whether it is alive.
@@ -306,6 +306,8 @@ def run_jobs(
         jobs = _jobs_in_order(runs, devices)
     else:
         jobs = _finished_jobs(teams, runs, devices, in_turn)
+    if len(jobs) > 1:
+        end_casts()
     error = next((job.error for job in jobs if job.error is not None), None)
     if error is None:
         return [job.result for job in jobs]

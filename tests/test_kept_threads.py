@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 from child_interpreter import check
-from nets import Apply, ints, ranked
+from engine_cases import steps
+from nets import Apply, exact, ints, ranked
 from torch import nn
 
 row = pytest.mark.row
@@ -39,6 +40,24 @@ def test_what_a_forward_casts_is_not_taken_for_the_weights_of_the_next_step(impl
         assert out.tolist() == (x @ weight).tolist()
         with torch.no_grad():
             weight.mul_(2)
+
+
+def test_a_replayed_step_ends_what_the_caller_cast(means):
+    """As an eager one does; with one device, as in torch, the module is called and nothing ends."""
+    dp = means.wrap(exact(nn.Linear(3, 2)).float())
+    head = nn.Linear(2, 2, bias=False).to(means.home)
+    x = ints(6, 3).float().to(means.home)
+    with torch.no_grad():
+        head.weight.copy_(torch.eye(2))
+    with torch.autocast(means.home.type, dtype=torch.bfloat16):
+        for step in range(6):
+            factor = 1.0 if means.replicas == 1 else 2.0**step
+            out = dp(x)
+            assert head(out.detach()).tolist() == (out.float() * factor).tolist()
+            out.float().sum().backward()
+            with torch.no_grad():
+                head.weight.mul_(2)
+    assert steps(dp)["graph"] > 2
 
 
 @row("I6", why="debuggers and profilers ask for new threads")
