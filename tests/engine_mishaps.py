@@ -1,0 +1,170 @@
+"""What else the programs of engine_programs.py do: steps that somebody else writes into, that run
+under modes or beside each other, and that fail."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import torch
+from engine_actions import called, clear, differentiable, evaluating, learned, loss_of
+from engine_cases import tensors
+
+
+def written_outputs(twin, rng):
+    """Outputs of several replicas are the caller's."""
+    clear(twin, rng)
+    output = called(twin, rng, keeps=False)[1]
+    if twin.replicas == 1 or not learned(output):
+        return output
+    tensor = rng.choice(differentiable(output))
+    tensor.mul_(2)
+    with torch.no_grad():
+        for fixed in tensors(output):
+            if not fixed.requires_grad and fixed.is_floating_point():
+                fixed.zero_()
+    loss_of(twin, output, rng).backward()
+    return output
+
+
+def written_inputs(twin, rng):
+    """After a forward; replicas have their own."""
+    clear(twin, rng)
+    inputs, output = called(twin, rng)
+    if twin.replicas > 1 and learned(output):
+        inputs[0].data.zero_()
+        if len(inputs) > 1:
+            inputs[1].zero_()
+        loss_of(twin, output, rng).backward()
+    return output
+
+
+def written_between(twin, rng):
+    """Between a forward and its backward, past autograd or not."""
+    clear(twin, rng)
+    output = called(twin, rng)[1]
+    parameters = [p for p in twin.net.parameters() if p.is_floating_point() and p.numel()]
+    target = rng.choice(parameters)
+    kind = rng.choice(["copy", "data", "in place", "step", "buffer", "freeze", "gradient"])
+    if kind == "copy":
+        target.data.copy_(target.data * 0.5)
+    elif kind == "data" and twin.replicas > 1:  # a module that is called reads some of both
+        target.data = target.data * 0.5
+    elif kind == "in place":
+        with torch.no_grad():
+            target.mul_(0.5)
+    elif kind == "step":
+        twin.optimizer.step()
+    elif kind == "buffer":
+        for buffer in twin.net.buffers():
+            if buffer.is_floating_point():
+                buffer.data.add_(1)
+    elif kind == "freeze" and target.is_leaf:
+        target.requires_grad_(not target.requires_grad)
+    elif kind == "gradient":
+        target.grad = torch.ones_like(target)
+    gc.collect()
+    if learned(output):
+        loss_of(twin, output, rng).backward()
+    return output
+
+
+def under_modes(twin, rng):
+    clear(twin, rng)
+    kind = rng.choice(["anomaly", "saved", "autocast", "default dtype", "grad off and on"])
+    if kind == "anomaly":
+        context = torch.autograd.detect_anomaly(check_nan=False)
+    elif kind == "saved":
+        context = torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t)
+    elif kind == "autocast":
+        context = torch.autocast("cpu", torch.bfloat16)
+    else:
+        context = torch.set_grad_enabled(kind != "grad off and on")
+    if kind == "default dtype":
+        torch.set_default_dtype(torch.float64)
+    try:
+        with context:
+            results = [
+                called(twin, rng, twin.program.forms[0])[1] for _ in range(rng.choice([1, 1, 4]))
+            ]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    output = results[-1]
+    if len(results) == 1 and learned(output):
+        loss_of(twin, output, rng).backward()
+    return results
+
+
+def threads(twin, rng):
+    """Two at once, without gradients and without writes of buffers."""
+    form, seeds, found = twin.program.forms[0], [rng.randrange(10**6) for _ in range(2)], {}
+
+    def look_at(seed):
+        inputs, named = form.arguments(twin, seed)
+        try:
+            with torch.no_grad():
+                for _ in range(3):
+                    found[seed] = twin.dp(*inputs, **named)
+        except Exception as error:
+            found[seed] = error
+
+    with evaluating(twin):
+        started = [threading.Thread(target=look_at, args=(seed,)) for seed in seeds]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join()
+    for seed in seeds:
+        if isinstance(found[seed], Exception):
+            raise found[seed]
+    return [found[seed] for seed in seeds]
+
+
+def failing(twin, rng):
+    clear(twin, rng)
+    twin.net.explodes = True
+    try:
+        called(twin, rng)
+    except ValueError as error:
+        text = str(error)
+    finally:
+        twin.net.explodes = False
+    return "the forward fails" in text
+
+
+def failing_backward(twin, rng):
+    clear(twin, rng)
+    output = called(twin, rng)[1]
+    targets = [p for p in twin.net.parameters() if p.requires_grad]
+    if not learned(output) or not targets:
+        return output
+    target = rng.choice(targets + differentiable(output))
+
+    def hook(gradient):
+        if gradient is not None:
+            raise KeyError("a hook fails")
+
+    calls = len(twin.log)
+    handle = target.register_hook(hook)
+    failed = False
+    try:
+        loss_of(twin, output, rng).backward()
+    except KeyError:
+        failed = True
+    finally:
+        handle.remove()
+    if failed:  # how far it came is of no interest
+        twin.dp.zero_grad(set_to_none=True)
+        del twin.log[calls:]
+    return output, failed
+
+
+MISHAPS = {
+    "written outputs": (2, written_outputs),
+    "written inputs": (2, written_inputs),
+    "written between": (4, written_between),
+    "under modes": (2, under_modes),
+    "threads": (1, threads),
+    "failing": (1, failing),
+    "failing backward": (2, failing_backward),
+}
