@@ -49,7 +49,8 @@ class Memory(Shown, Dict[str, Row]):
       `torch.cuda.reset_peak_memory_stats`, or the start.
     - `left_by_validation`: by how much the last `fastdp.validation` has left the device's memory
       fuller than it was; 0 without one.
-    - `free`: what can still be taken: free for the system, and what torch keeps without using it.
+    - `free`: what can still be taken: free for the system, and what torch keeps without using it, as
+      far as `torch.cuda.set_per_process_memory_fraction` lets torch go.
     - `total`, `allocated`, `reserved`, `allocated_peak`: the device's memory, and torch's own
       figures.
 
@@ -129,13 +130,20 @@ def usage(device: torch.device) -> Row:
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     reserved = torch.cuda.memory_reserved(device)
+    room = int(_fraction(device) * total) - allocated
     return {
         "total": total,
-        "free": free + reserved - allocated,
+        "free": max(0, min(free + reserved - allocated, room)),
         "allocated": allocated,
         "reserved": reserved,
         "allocated_peak": torch.cuda.max_memory_allocated(device),
     }
+
+
+def _fraction(device: torch.device) -> float:
+    """Of a GPU's memory, what torch was told that it may take; 1 where this torch does not tell."""
+    told = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)
+    return 1.0 if told is None else told(device)
 
 
 def free_bytes(device: torch.device) -> Optional[int]:

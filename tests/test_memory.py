@@ -189,3 +189,23 @@ def test_notebooks_show_what_print_shows():
         printer = Printer()
         thing._repr_pretty_(printer, False)
         assert printer == [str(thing)] and isinstance(thing, dict)
+
+
+@pytest.mark.parametrize(
+    "fraction, free", [(1.0, 700), (0.8, 700), (0.5, 400), (0.1, 0), (None, 700)]
+)
+def test_what_is_free_for_a_process_that_may_take_a_part(monkeypatch, fraction, free):
+    """Of 1000 bytes 500 are free for the system, and 300 torch's, of which it uses 100."""
+    told = None if fraction is None else lambda device: fraction
+    figures = {
+        "mem_get_info": (500, 1000),
+        "memory_allocated": 100,
+        "memory_reserved": 300,
+        "max_memory_allocated": 150,
+    }
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, figure=figure: figure)
+    monkeypatch.setattr(
+        torch.cuda.memory, "get_per_process_memory_fraction", told, raising=False
+    )
+    assert memory.usage(torch.device("cuda", 0))["free"] == free

@@ -175,6 +175,21 @@ def test_a_step_that_does_not_fit(ids):
     dp(x).sum().backward()
 
 
+def test_a_step_that_a_fraction_of_the_memory_has_no_room_for(ids):
+    dp, x = wrapped("perceptron", ids)
+    free = memory.free_bytes(gpus_of(ids)[0])
+    assert dp.fits(x)
+    total = torch.cuda.mem_get_info(0)[1]
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_allocated(0) / total, 0)
+    try:
+        told = hasattr(torch.cuda.memory, "get_per_process_memory_fraction")
+        assert memory.free_bytes(torch.device("cuda", 0)) < (2 * MIB if told else free + 1)
+        assert bool(dp.fits(x)) is not told
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    dp(x).sum().backward()
+
+
 def test_fits_leaves_only_the_libraries_workspaces(ids):
     dp, x = wrapped("attention", ids)
     dp.fits(x)
