@@ -18,6 +18,7 @@ import torch
 
 # What recordings look at (watch.py), and no eager forward.
 _UNNOTICED = "recordings do not notice it"
+_ASKED_SLOWLY = "recordings ask in the public, slower way"
 
 # name -> (where it lives, what fastdp does without it)
 PRIVATE = {
@@ -29,9 +30,11 @@ PRIVATE = {
     "_ExperimentalConfig": ("torch.profiler", "traces lack the threads of replicas"),
     "_check_balance": ("torch.nn.parallel.data_parallel", "unlike GPUs draw no warning"),
     "_current_level": ("torch.autograd.forward_ad", "frozen parameters carry no tangents"),
+    "_device": ("torch.utils", "an old torch's default device is not known to other replicas"),
     "_functorch": ("torch._C", "as for maybe_current_level"),
     "maybe_current_level": ("torch._C._functorch", "torch.func raises torch's own error"),
     "_cuda_endAllocateToPool": ("torch._C of a CUDA build", "none: a pool stays open"),
+    "_cuda_endAllocateCurrentStreamToPool": ("an older one's torch._C", "as for the one above"),
     "_cuda_releasePool": ("torch._C of a CUDA build", "none: a pool is not freed"),
     "_cuda_getCurrentRawStream": ("torch._C of a CUDA build", "the public, slower way"),
     "_get_cublas_allow_tf32": ("torch._C", _UNNOTICED),
@@ -52,8 +55,8 @@ PRIVATE = {
     "_len_torch_function_stack": ("torch._C", _UNNOTICED),
     "_get_function_stack_at": ("torch._C", _UNNOTICED),
     "_len_torch_dispatch_stack": ("torch._C", _UNNOTICED),
-    "_autograd": ("torch._C", _UNNOTICED),
-    "_top_saved_tensors_default_hooks": ("torch._C._autograd", _UNNOTICED),
+    "_autograd": ("torch._C", _ASKED_SLOWLY),
+    "_top_saved_tensors_default_hooks": ("torch._C._autograd", _ASKED_SLOWLY),
     "_global_forward_pre_hooks": ("torch.nn.modules.module", _UNNOTICED),
     "_global_forward_hooks": ("torch.nn.modules.module", _UNNOTICED),
     "_global_backward_pre_hooks": ("torch.nn.modules.module", _UNNOTICED),
@@ -130,10 +133,10 @@ def foreach_norm(
 
 
 def increment_versions(tensors: List[torch.Tensor]) -> None:
-    """Each was written past torch. A torch before 2.6 takes them one by one."""
+    """Each was written past torch. A torch before 2.5 takes them one by one."""
     try:
         torch.autograd.graph.increment_version(tensors)
-    except (TypeError, ValueError):
+    except (RuntimeError, TypeError, ValueError):
         for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)
 
@@ -260,7 +263,13 @@ def saved_tensors_hooks_active() -> bool:
     """True inside `torch.autograd.graph.saved_tensors_hooks`, and so inside checkpointing."""
     autograd = getattr(torch._C, "_autograd", None)
     top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(True) is not None
+    if top is not None:
+        return top(True) is not None
+    try:  # torch < 2.8
+        with torch.autograd.graph.disable_saved_tensors_hooks("asked for by fastdp"):
+            return False
+    except RuntimeError:
+        return True
 
 
 def global_module_hooks() -> List[Tuple[str, Any]]:
@@ -320,8 +329,9 @@ def external_event() -> Any:
 
 def end_pool(device: torch.device, pool: Any) -> None:
     """After a capture into this pool that could not be ended: the allocator leaves the pool."""
-    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-        act = getattr(torch._C, name, None)
+    older = getattr(torch._C, "_cuda_endAllocateCurrentStreamToPool", None)
+    end = getattr(torch._C, "_cuda_endAllocateToPool", older)
+    for act in (end, getattr(torch._C, "_cuda_releasePool", None)):
         with contextlib.suppress(RuntimeError):
             if act is not None:
                 act(device.index, pool)
@@ -330,8 +340,24 @@ def end_pool(device: torch.device, pool: Any) -> None:
 def default_device() -> Any:
     """What `torch.set_default_device` or `with torch.device(...)` made the default here, or
     None."""
-    device = torch.get_default_device()
-    return None if device.type == "cpu" else device
+    device = torch.get_default_device() if _sees_contexts() else _device_of_contexts()
+    return None if device is None or device.type == "cpu" else device
+
+
+@functools.cache
+def _sees_contexts() -> bool:
+    """Whether `torch.get_default_device` knows of `with torch.device(...)`. One that does not is an
+    error, too, once `torch.set_default_device(None)` was called: torch < 2.7."""
+    with torch.device("meta"):
+        return torch.get_default_device().type == "meta"
+
+
+def _device_of_contexts() -> Any:
+    """That of the innermost; `torch.set_default_device` enters one as well."""
+    for mode in reversed(function_modes()):
+        if type(mode).__module__ == "torch.utils._device":
+            return torch.empty(0, device=mode.device).device  # with its index
+    return None
 
 
 def use_default_device(device: Any) -> ContextManager[Any]:

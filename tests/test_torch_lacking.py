@@ -122,7 +122,8 @@ def test_recordings_do_without(monkeypatch):
     with torch.device("cpu"), torch.autograd.graph.save_on_cpu():
         assert _torch_compat.function_modes() == ()
         assert not _torch_compat.dispatch_mode_active()
-        assert not _torch_compat.saved_tensors_hooks_active()
+        assert _torch_compat.saved_tensors_hooks_active()  # asked in the public way
+    assert not _torch_compat.saved_tensors_hooks_active()
     assert _torch_compat.kernel_flags() == ()
     assert _torch_compat.global_module_hooks() == []
 
@@ -160,6 +161,63 @@ def test_raw_stream_is_the_current_stream_either_way(monkeypatch):
         raising=False,
     )
     assert _torch_compat.raw_stream(1) == 78 and indices == [1]
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_saved_tensors_hooks_are_asked_for_in_the_public_way(disabled, monkeypatch):
+    """What a torch before 2.8 has alone. Asking leaves things as they were."""
+    graph = torch.autograd.graph
+    core = Lacking(torch._C, "_autograd")
+    monkeypatch.setattr(_torch_compat, "torch", Lacking(torch, _C=core))
+    active = _torch_compat.saved_tensors_hooks_active
+    kept = []
+    with graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        assert active() and active()
+        torch.ones(1, requires_grad=True).exp()
+    assert len(kept) == 1 and not active()
+    if disabled:
+        with graph.disable_saved_tensors_hooks("by the caller"):
+            assert not active()
+            with pytest.raises(RuntimeError, match="by the caller"):
+                graph.save_on_cpu().__enter__()
+    assert not active()
+    with graph.save_on_cpu():
+        assert active()
+
+
+def test_the_default_device_of_a_torch_that_knows_no_contexts(monkeypatch):
+    """As before 2.7, where `torch.get_default_device` also fails after the second of these."""
+    monkeypatch.setattr(_torch_compat, "_sees_contexts", lambda: False)
+    monkeypatch.setattr(torch, "get_default_device", None)
+    torch.set_default_device("cpu")
+    torch.set_default_device(None)
+    assert _torch_compat.default_device() is None
+    with torch.device("meta"):
+        assert _torch_compat.default_device() == torch.device("meta")
+        with torch.device("cpu"):
+            assert _torch_compat.default_device() is None
+    torch.set_default_device("meta")
+    try:
+        assert _torch_compat.default_device() == torch.device("meta")
+    finally:
+        torch.set_default_device(None)
+    assert _torch_compat.default_device() is None
+
+
+@pytest.mark.parametrize(
+    "name", ["_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"]
+)
+def test_a_pool_is_ended_under_either_name(name, monkeypatch):
+    called = []
+
+    def refuses(*args):
+        called.append(args)
+        raise RuntimeError("no such pool")
+
+    core = types.SimpleNamespace(**{name: refuses, "_cuda_releasePool": refuses})
+    monkeypatch.setattr(_torch_compat, "torch", types.SimpleNamespace(_C=core))
+    _torch_compat.end_pool(torch.device("cuda", 1), (0, 7))
+    assert called == [(1, (0, 7))] * 2
 
 
 def test_forward_mode_and_transforms_are_noticed():

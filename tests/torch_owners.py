@@ -3,6 +3,7 @@
 import importlib
 
 import torch
+import torch.utils._device  # noqa: F401
 
 from fastdp import _torch_compat
 
@@ -48,9 +49,11 @@ def owners():
         "_is_profiler_enabled": torch.autograd.profiler,
         "_ExperimentalConfig": torch.profiler,
         "_current_level": torch.autograd.forward_ad,
+        "_device": torch.utils,
         "_functorch": torch._C,
         "maybe_current_level": torch._C._functorch,
         "_cuda_getCurrentRawStream": torch._C,
         "_cuda_endAllocateToPool": torch._C,
+        "_cuda_endAllocateCurrentStreamToPool": torch._C,
         "_cuda_releasePool": torch._C,
     }
