@@ -188,6 +188,10 @@ class Snapshot:
         return _Lent(elsewhere) if elsewhere else _NOTHING
 
 
+# Of each communication stream who read its pool's memory: of torch's 32 wrappers share some.
+_users: Dict[Tuple[torch.device, int], Dict[int, torch.cuda.Stream]] = {}
+
+
 class Communication:
     """What the moves of one wrapper's parameters run on. Beside compute: communication streams of
     its own, and what is still being read on them. Else, and on one GPU or the host: the streams of
@@ -202,10 +206,10 @@ class Communication:
         self._is_open = False
         self._streams: List[torch.cuda.Stream] = []
         self._arrived: List[List[torch.cuda.Event]] = [[] for _ in self.devices]
-        self._used: Dict[Any, torch.cuda.Stream] = {}
+        self._used: List[Dict[int, torch.cuda.Stream]] = []
         self._retiring: List[Tuple[Any, Any]] = []
         self._spare: Dict[torch.device, List[torch.cuda.Event]] = {}  # whose waits are enqueued
-        self._lock = threading.Lock()  # guards _used, _retiring and _spare
+        self._lock = threading.Lock()  # guards _retiring and _spare
 
     def open(self) -> None:
         """At the first use: makes the streams."""
@@ -214,6 +218,7 @@ class Communication:
         open_peers(self.devices)
         if self.apart:
             self._streams = [torch.cuda.Stream(device, priority=-1) for device in self.devices]
+            self._used = [_users.setdefault((s.device, s.cuda_stream), {}) for s in self._streams]
         self._is_open = True
 
     def compute(self) -> Optional[Snapshot]:
@@ -228,12 +233,10 @@ class Communication:
         compute = compute or self.compute()
         if compute is None or not self.apart:
             return compute
-        with self._lock:
-            for stream in compute.streams:
-                self._used[stream.cuda_stream, stream.device] = stream
-            used = list(self._used.values())
-        for stream in used:
-            wait_for(self._streams[self.devices.index(stream.device)], stream)
+        for then, stream, used in zip(self._streams, compute.streams, self._used):
+            used[stream.cuda_stream] = stream
+            for each in list(used.values()):
+                wait_for(then, each)
         self.release_reads()
         return compute
 
@@ -288,18 +291,16 @@ class Communication:
         """All streams of a node's backward, home's the node's own. They wait for what comes before
         it."""
         streams = [node if s.device == self.home else s for s in self._streams]
-        for stream, compute in zip(streams, snapshot.streams):
+        for stream, compute, used in zip(streams, snapshot.streams, self._used):
             wait_for(stream, compute)
+            if len(used) > 1:  # by other forwards, whose memory may have gone back
+                for each in list(used.values()):
+                    wait_for(stream, each)
             if stream is not node:
                 here = current_stream(stream.device)
                 if here is not compute and here != compute:
                     wait_for(stream, here)
                 wait_for(stream, node)
-        if len(self._used) > len(streams):  # by other forwards, whose memory may have gone back
-            with self._lock:
-                used = [each for each in self._used.values() if each not in snapshot.streams]
-            for compute in used:
-                wait_for(streams[self.devices.index(compute.device)], compute)
         return streams
 
     def _event(self, device: torch.device) -> torch.cuda.Event:
@@ -381,9 +382,8 @@ _held_lock = threading.Lock()
 
 def hold_pinned(tensor: torch.Tensor, devices: Sequence[torch.device]) -> None:
     """Keeps a pinned host tensor until the copies from it, just enqueued on the current streams,
-    have run: torch's allocator of pinned memory knows nothing of them. What a CUDA graph of the
-    caller's reads at each replay is the caller's to keep, and its events can be asked for nothing.
-    """
+    have run: torch's allocator of pinned memory knows nothing of them. What the caller's own CUDA
+    graph reads is the caller's to keep: an event of a capture can never be asked."""
     global _held
     if tensor.device.type != "cpu":
         return

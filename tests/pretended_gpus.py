@@ -95,6 +95,7 @@ class Gpus:
         monkeypatch.setattr(_torch_compat, "raw_stream", raw_stream)
         monkeypatch.setattr(streams, "_known", {})
         monkeypatch.setattr(streams, "_events", {})
+        monkeypatch.setattr(streams, "_users", {})
         monkeypatch.setattr(streams, "open_peers", lambda devices: None)
         for module in (streams, runtime):
             monkeypatch.setattr(

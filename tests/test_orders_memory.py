@@ -1,6 +1,7 @@
 """Memory that goes back in the middle of a step, on pretended GPUs under an oracle (orders.py): who
 takes it next must not write it before all who read it have."""
 
+import functools
 import gc
 import weakref
 
@@ -82,6 +83,21 @@ def test_gradients_that_were_read_on_other_streams_before_a_backward(orders):
         for parameter in training.backward(out):
             parameter.grad = None
         del out
+        gc.collect()
+
+
+def test_two_wrappers_whose_communication_streams_are_the_same(orders, monkeypatch):
+    """torch has 32 of a priority, and then gives the first again."""
+    make = functools.lru_cache(torch.cuda.Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    one, other = Training(orders), Training(orders)
+    for _ in range(3):
+        before = dict(orders.gpus.current)
+        orders.other_streams()
+        with torch.no_grad():
+            one.forward()
+        orders.gpus.current.update(before)
+        other.step()
         gc.collect()
 
 
