@@ -340,16 +340,19 @@ def end_pool(device: torch.device, pool: Any) -> None:
 def default_device() -> Any:
     """What `torch.set_default_device` or `with torch.device(...)` made the default here, or
     None."""
-    device = torch.get_default_device() if _sees_contexts() else _device_of_contexts()
+    try:
+        device = torch.get_default_device() if _sees_contexts() else _device_of_contexts()
+    except AttributeError:  # an older torch, after `torch.set_default_device(None)`
+        return None
     return None if device is None or device.type == "cpu" else device
 
 
 @functools.cache
 def _sees_contexts() -> bool:
-    """Whether `torch.get_default_device` knows of `with torch.device(...)`. One that does not is an
-    error, too, once `torch.set_default_device(None)` was called: torch < 2.7."""
-    with torch.device("meta"):
+    """Whether `torch.get_default_device` knows of `with torch.device(...)`: not in torch 2.6."""
+    with torch.device("meta"), contextlib.suppress(AttributeError):
         return torch.get_default_device().type == "meta"
+    return False
 
 
 def _device_of_contexts() -> Any:

@@ -185,10 +185,13 @@ def test_saved_tensors_hooks_are_asked_for_in_the_public_way(disabled, monkeypat
         assert active()
 
 
-def test_the_default_device_of_a_torch_that_knows_no_contexts(monkeypatch):
-    """As before 2.7, where `torch.get_default_device` also fails after the second of these."""
-    monkeypatch.setattr(_torch_compat, "_sees_contexts", lambda: False)
-    monkeypatch.setattr(torch, "get_default_device", None)
+@pytest.mark.parametrize("torch_sees_contexts", [True, False])
+def test_default_device(torch_sees_contexts, monkeypatch):
+    """`torch.get_default_device` does not know of contexts in torch 2.6, and fails in 2.9 after the
+    second of these."""
+    if not torch_sees_contexts:
+        monkeypatch.setattr(_torch_compat, "_sees_contexts", lambda: False)
+        monkeypatch.setattr(torch, "get_default_device", None)
     torch.set_default_device("cpu")
     torch.set_default_device(None)
     assert _torch_compat.default_device() is None
