@@ -236,6 +236,9 @@ class Engine:
         if last is not entry:
             if last is not None and last.trial is not None:
                 last.trial.interrupt()
+            if last is not None and last.recording is not None:
+                if last.key.place != entry.key.place:
+                    last.recording.let_go()
             self._last = entry
             self._entries.move_to_end(entry.key)
 

@@ -36,7 +36,7 @@ from .replica_sets import ReplicaSet
 from .signatures import NotRecordable
 from .streams import Snapshot, current_stream, hold_pinned, wait_for
 from .tapes import Column, Tape, at_once, noting_reads
-from .versions import Versions
+from .versions import Versions, storages_of
 
 Tensors = Tuple[torch.Tensor, ...]
 
@@ -91,9 +91,8 @@ class Recording:
         self._latest: Optional[Backward] = None
         self._pools: List[Any] = []
         self._outputs: List[Any] = []
-        # The first replica's: its backward reads them there, also where the module has other memory
-        # by then (`parameter.data = ...`).
-        self._own = [tensor.untyped_storage() for tensor in source.tensors]
+        # The first replica's: its backward reads it also where the module has other memory by then.
+        self._own = storages_of(source.tensors)
         self._versions = Versions(source.tensors, source.plan.parameter_count)
         self._renewals = captures.renewals()
         self._compiled = source.compiled  # whose kernels are launched
@@ -132,6 +131,11 @@ class Recording:
     def busy(self) -> bool:
         owner = self.owner
         return owner is not None and owner() is not None
+
+    def let_go(self) -> None:
+        """Of the module's memory, until it has that again."""
+        if not self.busy():
+            self._own = ()
 
     def _check_fit(self, tensors: Sequence[torch.Tensor], path: str) -> None:
         if any(tensor.dim() > 0 for tensor in tensors) or self._dim != 0:
@@ -256,6 +260,7 @@ class Recording:
         return self._run([], functools.partial(self._fill_whole, arguments), tensors)
 
     def _run(self, wanted: List[torch.Tensor], fill: Any, tensors: Tensors) -> Any:
+        self._own = self._own or storages_of(tensors)
         call = Call(self, fill, tensors)
         if self._backwards and torch.is_grad_enabled():
             outputs = apply_step(call, wanted + [tensors[place] for place in self._learning])

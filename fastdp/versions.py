@@ -70,6 +70,11 @@ class Versions:
 _WRITES = {True: "the optimizer's step", False: "what writes it, such as another forward"}
 
 
+def storages_of(tensors: Tensors) -> Tuple[torch.UntypedStorage, ...]:
+    """What keeps their memory, wherever they point later."""
+    return tuple([tensor.untyped_storage() for tensor in tensors])
+
+
 def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 

@@ -8,6 +8,7 @@ import torch
 from engine_cases import WATCHED, Twins, graph_steps, noise, squares
 from operator_recorder import OperatorRecorder
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 AHEAD = WATCHED["graph"]
 
@@ -46,6 +47,32 @@ def test_parameters_that_get_other_memory_before_the_backward(means):
         del others
     twins.check_gradients()
     assert graph_steps(twins) == before + 1
+
+
+def test_former_memory_of_parameters_goes_with_the_next_forward(means):
+    """Else code that binds new memory at each step would have it in ever new places, and be recorded
+    over and over."""
+    twins = twins_of(means, layers(), optimizer=False)
+    before = graph_steps(twins)
+    places = [[p.data for p in dp.parameters()] for dp in twins.both]
+    others = [[p.data * 2 for p in dp.parameters()] for dp in twins.both]
+    former = [StorageWeakRef(t.untyped_storage()) for t in places[0]]
+    for step in range(2 * AHEAD + 4):
+        for dp, *both in zip(twins.both, places, others):
+            dp.zero_grad()
+            for parameter, data in zip(dp.parameters(), both[step % 2 == 0]):
+                parameter.data = data
+        twins.step(rows(means, step))
+    assert graph_steps(twins) > before + AHEAD + 2
+    places.clear(), both.clear()
+    del parameter, data
+    assert not any(memory.expired() for memory in former)  # of the module, at the last step
+    for dp, data in zip(twins.both, others):
+        for parameter, other in zip(dp.parameters(), data):
+            parameter.data = other
+    assert not any(memory.expired() for memory in former)
+    twins.step(rows(means))
+    assert all(memory.expired() for memory in former)
 
 
 class Masked(nn.Module):
