@@ -141,10 +141,10 @@ class CudaRecorder:
         """Around captures that are thrown away."""
         generators = [torch.cuda.default_generators[d.index] for d in self.devices]
         states = [generator.graphsafe_get_state() for generator in generators]
-        for generator, state in zip(generators, states):
-            generator.graphsafe_set_state(state.clone_state())
-        self._rehearsing = True
         try:
+            for generator, state in zip(generators, states):
+                generator.graphsafe_set_state(state.clone_state())
+            self._rehearsing = True
             yield
         finally:
             self._rehearsing = False
@@ -174,17 +174,20 @@ class CudaRecorder:
         current there then. Nothing runs now. Raises NotRecordable where random numbers of a replay
         would not be those of an eager step."""
         graph, branch = torch.cuda.CUDAGraph(), Branch(device)
+        has_begun = False
         with torch.cuda.device(device):
-            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                has_begun = True
                 _branches[device] = branch
                 with guarded_states():
                     act()
                 branch.join(_stream(device))
                 torch.cuda.set_device(device)
                 graph.capture_end()
-            except BaseException:
-                self._abandon(graph, device, pool, branch)
+            except BaseException:  # an interrupt may come between the first two lines
+                if has_begun or torch.cuda.is_current_stream_capturing():
+                    self._abandon(graph, device, pool, branch)
                 raise
             finally:
                 _branches.pop(device, None)

@@ -189,3 +189,49 @@ def test_the_largest_argument_is_read_last(monkeypatch):
     for _ in range(WATCHED["graph"] + 3):
         assert torch.equal(dp(large, small), large + small)
     assert Core.sizes[-4:] == [4, 12, 4, 12]
+
+
+class Graph:
+    """A capture on one stream; `interrupt`: where an exception comes from."""
+
+    def __init__(self, interrupt):
+        self.interrupt, self.capturing, self.ends = interrupt, False, 0
+
+    def capture_begin(self, pool, capture_error_mode):
+        if self.interrupt == "no begin":
+            raise RuntimeError("another capture is under way")
+        self.capturing = True
+        if self.interrupt == "behind begin":
+            raise KeyboardInterrupt
+
+    def capture_end(self):
+        self.ends += 1
+        was, self.capturing = self.capturing, False
+        if not was or self.interrupt == "end" and self.ends == 1:
+            raise RuntimeError("it was broken")
+
+
+@pytest.mark.parametrize("interrupt", ["no begin", "behind begin", "act", "end"])
+def test_no_capture_is_left_open(monkeypatch, side, interrupt):
+    def act():
+        if interrupt == "act":
+            raise KeyboardInterrupt
+
+    graph, pools, renewed = Graph(interrupt), [], []
+    for name, value in {
+        "CUDAGraph": lambda: graph,
+        "device": contextlib.nullcontext,
+        "set_device": lambda device: None,
+        "set_stream": lambda stream: None,
+        "is_current_stream_capturing": lambda: graph.capturing,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(captures, "guarded_states", contextlib.nullcontext)
+    monkeypatch.setattr(captures, "_renew_generators", renewed.append)
+    monkeypatch.setattr(captures._torch_compat, "end_pool", lambda *args: pools.append(args))
+    with pytest.raises(RuntimeError if interrupt in ("no begin", "end") else KeyboardInterrupt):
+        captures.CudaRecorder([GPU]).record(GPU, "pool", act)
+    assert not graph.capturing and captures._branches == {}
+    assert graph.ends == {"no begin": 0, "behind begin": 1, "act": 1, "end": 2}[interrupt]
+    # A capture that could not be ended leaves its pool, and the generator that it counted on.
+    assert len(pools) == len(renewed) == (interrupt == "end")
