@@ -59,7 +59,7 @@ class ThreadState:
         return self.context.copy().run(self._run_here, work)
 
     def _run_here(self, work: Callable[[], Any]) -> Any:
-        with self.entered():
+        with restored_defaults(), self.entered():
             return work()
 
     @contextlib.contextmanager
@@ -111,12 +111,21 @@ class Tracing:
             sys.setprofile(profile)
 
 
-class restored_grad_mode:
-    """Replica 0 runs on the caller's thread: a grad mode that its forward sets must not leak
-    out."""
+class restored_defaults:
+    """Around a replica's forward: a grad mode or a default device that it sets ends with it. On the
+    caller's thread, where replica 0 runs, it would leak out, on another into the next forward."""
+
+    __slots__ = ("_grad", "_modes")
 
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
+        self._modes = _torch_compat.function_modes()  # a default device is one
 
     def __exit__(self, *error: Any) -> None:
         torch.set_grad_enabled(self._grad)
+        if _torch_compat.function_modes() != self._modes:
+            torch.set_default_device(None)
+            left = _torch_compat.function_modes()
+            for mode in self._modes:
+                if mode not in left and type(mode).__module__ == "torch.utils._device":
+                    torch.set_default_device(mode.device)

@@ -21,7 +21,7 @@ from . import _C
 from .hints import hint
 from .pace import Pace
 from .phases import replica_phase
-from .thread_state import ThreadState, Tracing, end_casts, restored_grad_mode
+from .thread_state import ThreadState, Tracing, end_casts, restored_defaults
 
 
 # How often whoever waits for a thread looks whether it is alive.
@@ -53,7 +53,7 @@ class Job:
     def execute_here(self) -> None:
         """On the caller's own thread. KeyboardInterrupt goes through at once."""
         try:
-            with restored_grad_mode(), replica_phase(self.rank):
+            with restored_defaults(), replica_phase(self.rank):
                 self.result = self.run()
         except KeyboardInterrupt:
             raise

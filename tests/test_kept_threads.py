@@ -60,6 +60,47 @@ def test_a_replayed_step_ends_what_the_caller_cast(means):
     assert steps(dp)["graph"] > 2
 
 
+@row("I6", why="a default device")
+@pytest.mark.parametrize("before", [None, "cpu", "meta"])
+def test_a_default_device_that_a_forward_sets_ends_with_it(impl, before):
+    """Forwards do, so that what they make lies where their inputs do."""
+    seen = []
+
+    def forward(self, x, sets):
+        if sets:
+            torch.set_default_device(x.device if before == "meta" else "meta")
+        seen.append(torch.empty(()).device.type)
+        return x
+
+    dp, x = impl.wrap(Apply(forward), 3), ints(3, 3).to(impl.home)
+    torch.set_default_device(before)
+    try:
+        for sets in (False, True, False):
+            seen.clear()
+            dp(x, sets)
+            default = "cpu" if impl.is_oracle or before is None else before
+            own = impl.home.type if before == "meta" else "meta"
+            assert seen == [own if sets else default] * 3
+            assert torch.empty(()).device.type == (before or "cpu")
+    finally:
+        torch.set_default_device(None)
+    assert torch.empty(()).device.type == "cpu"
+
+
+@row("I6", why="a default device")
+def test_a_default_device_around_a_call_outlives_one_that_a_forward_sets(fast):
+    def forward(self, x):
+        torch.set_default_device(x.device)
+        return x
+
+    dp, x = fast.wrap(Apply(forward), 2), ints(2, 3).to(fast.home)
+    with torch.device("meta"):
+        for _ in range(2):
+            dp(x)
+            assert torch.empty(()).device.type == "meta"
+    assert torch.empty(()).device.type == "cpu"
+
+
 @row("I6", why="debuggers and profilers ask for new threads")
 @pytest.mark.parametrize("kind", ["trace", "profile"])
 def test_tracing_that_begins_after_the_threads_reaches_them_until_it_ends(impl, kind):
