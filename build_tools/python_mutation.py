@@ -73,6 +73,7 @@ FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
     "copies.py": (("tests/test_orders.py",), ()),
     "moves.py": (("tests/test_orders_memory.py",), ()),
     "comm.py": (("tests/test_orders_memory.py",), ()),
+    "comm_grad.py": (("tests/test_comm_order.py",), ()),
     "deadlines.py": (("tests/test_deadlines.py",), ("close", "append", "wait")),
     "compiled.py": (("tests/test_compiled_graphs.py",), ("wait",)),
     "compile_forms.py": (("tests/test_compiled_graphs.py",), ("wait",)),

@@ -1,6 +1,7 @@
 """The moves of `fastdp.comm` as autograd sees them: two inverse pairs, each the other's backward,
 so they can be differentiated any number of times; and linear, so the tangent of a result is the
-result of the tangents. All results are new memory.
+result of the tangents. All results are new memory. A backward moves on the streams that were current
+in the forward, not on those that autograd's thread has on other devices than the node's.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, Sequence, Tuple
 import torch
 from torch.autograd import Function, forward_ad
 
-from . import _torch_compat, moves
+from . import _torch_compat, moves, streams
 from .arrays import TORCH
 
 
@@ -27,12 +28,14 @@ class Scatter(Function):
     @staticmethod
     def forward(ctx: Any, devices: Any, sizes: Any, dim: int, stream: Any, tensor: Any) -> Any:
         ctx.devices, ctx.sizes, ctx.dim, ctx.home = devices, sizes, dim, tensor.device
+        ctx.compute = streams.Snapshot((*devices, tensor.device))
         source = TORCH.source(tensor, "tensor")
         return moves.scatter(TORCH, source, devices, sizes, dim, stream)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Tuple[Any, ...]:
-        return None, None, None, None, Gather.apply(ctx.dim, ctx.home, *grads)
+        with ctx.compute.in_backward(ctx.devices[0]):
+            return None, None, None, None, Gather.apply(ctx.dim, ctx.home, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -45,12 +48,14 @@ class Gather(Function):
         ctx.dim, ctx.device = dim, device
         ctx.homes = tuple(tensor.device for tensor in tensors)
         ctx.sizes = tuple(tensor.size(dim) for tensor in tensors)
+        ctx.compute = streams.Snapshot((*ctx.homes, device))
         sources = [TORCH.source(tensor, f"tensors[{i}]") for i, tensor in enumerate(tensors)]
         return moves.gather(TORCH, sources, dim, device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Any, ...]:
-        return (None, None, *Scatter.apply(ctx.homes, ctx.sizes, ctx.dim, None, grad))
+        with ctx.compute.in_backward(ctx.device):
+            return (None, None, *Scatter.apply(ctx.homes, ctx.sizes, ctx.dim, None, grad))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -61,11 +66,13 @@ class Broadcast(Function):
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], tensor: torch.Tensor) -> Any:
         ctx.devices, ctx.home = devices, tensor.device
+        ctx.compute = streams.Snapshot((*devices, tensor.device))
         return moves.broadcast(TORCH, TORCH.source(tensor, "tensor"), devices)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Tuple[Any, ...]:
-        return None, Reduce.apply(ctx.home, *grads)
+        with ctx.compute.in_backward(ctx.devices[0]):
+            return None, Reduce.apply(ctx.home, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -76,12 +83,14 @@ class Reduce(Function):
     @staticmethod
     def forward(ctx: Any, device: torch.device, *tensors: torch.Tensor) -> Any:
         ctx.device, ctx.homes = device, tuple(tensor.device for tensor in tensors)
+        ctx.compute = streams.Snapshot((*ctx.homes, device))
         sources = [TORCH.source(tensor, f"inputs[{i}]") for i, tensor in enumerate(tensors)]
         return moves.reduce(TORCH, sources, device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Any, ...]:
-        return (None, *Broadcast.apply(ctx.homes, grad))
+        with ctx.compute.in_backward(ctx.device):
+            return (None, *Broadcast.apply(ctx.homes, grad))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
