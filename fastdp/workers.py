@@ -8,6 +8,7 @@ runs.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import ctypes
 import os
@@ -292,6 +293,12 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
+def threads_are_green() -> bool:
+    """Whether what Python takes for threads are greenlets of one thread (gevent, eventlet): one
+    that a hand-off waits for would never run. Debuggers replace the function too, by threads."""
+    return _thread.start_new_thread.__module__.startswith(("gevent.", "eventlet."))
+
+
 def run_jobs(
     teams: Teams,
     runs: Sequence[Callable[[], Any]],
@@ -300,9 +307,9 @@ def run_jobs(
     in_turn: bool = False,
 ) -> List[Any]:
     """Runs each on a thread of its own, the first on this one, and gives their results; with
-    `in_turn` one after the other; with `sequential` all on this one, in order. All finish before
-    the first error, by rank, is raised."""
-    if sequential:
+    `in_turn` one after the other; with `sequential`, or where threads are no threads, all on this
+    one, in order. All finish before the first error, by rank, is raised."""
+    if sequential or threads_are_green():
         jobs = _jobs_in_order(runs, devices)
     else:
         jobs = _finished_jobs(teams, runs, devices, in_turn)

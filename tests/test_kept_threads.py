@@ -1,6 +1,7 @@
 """BEHAVIOUR I: torch makes new threads at every forward, fastdp keeps its own. What a new thread
 takes over, and what ends with a thread, is the same on kept ones."""
 
+import _thread
 import sys
 import threading
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from child_interpreter import check
 from engine_cases import steps
-from nets import Apply, exact, ints, ranked
+from nets import Apply, exact, ints, ranked, same
 from torch import nn
 
 row = pytest.mark.row
@@ -124,6 +125,42 @@ def test_tracing_that_begins_after_the_threads_reaches_them_until_it_ends(impl, 
         finally:
             set_hook(former)
         assert len(seen) >= 2 and set(seen) == {hook}
+
+
+@row("I6", why="gevent, eventlet")
+@pytest.mark.parametrize("module", ["gevent.thread", "eventlet.green.thread", "a_debugger"])
+def test_where_threads_are_greenlets_no_replica_waits_for_one(fast, monkeypatch, module):
+    """They replace what starts threads, before or after the first forward. What was started then
+    runs only while the caller is in a wait of theirs."""
+    seen = []
+
+    def forward(self, x):
+        seen.append(threading.current_thread())
+        return self.lin(x)
+
+    dp, x = fast.wrap(Apply(forward), 3), ints(6, 3)
+    want = dp(x)
+    assert set(seen) > {threading.current_thread()}
+    start = _thread.start_new_thread
+
+    def replaced(*arguments):
+        return start(*arguments)
+
+    replaced.__module__ = module
+    monkeypatch.setattr(_thread, "start_new_thread", replaced)
+    for wrapped in (dp, fast.wrap(dp.module, 3)):
+        seen.clear()
+        same(wrapped(x), want)
+        assert (seen == [threading.current_thread()] * 3) == (module != "a_debugger")
+    with pytest.raises(ValueError, match="Caught ValueError in replica 1"):
+        dp.module.function = raising
+        dp(ranked(3))
+
+
+def raising(self, x):
+    if x[0, 0] > 0:
+        raise ValueError("as planned")
+    return x
 
 
 @row("H7", why="mutant: fork")
