@@ -71,6 +71,33 @@ def test_an_evaluation_on_other_streams_before_a_second_backward(orders):
         gc.collect()
 
 
+def test_an_evaluation_of_another_thread_in_the_middle_of_a_second_backward(orders, monkeypatch):
+    """Its copies go back just before the backward takes memory."""
+    training = Training(orders)
+    weights = list(training.module.weights)
+    plain = Bucket.take
+
+    def take(bucket, home):
+        if not home:
+            before = dict(orders.gpus.current)
+            orders.other_streams()
+            with torch.no_grad():
+                training.forward()
+            orders.gpus.current.update(before)
+        return plain(bucket, home)
+
+    for _ in range(2):
+        found = gradients(training, training.forward(), weights)
+        with monkeypatch.context() as patch:
+            patch.setattr(Bucket, "take", take)
+            torch.autograd.backward(found, [training.above(g) for g in found])
+        orders.join(orders.current(), [w.grad for w in weights])
+        for weight in weights:
+            weight.grad = None
+        del found
+        gc.collect()
+
+
 def test_gradients_that_were_read_on_other_streams_before_a_backward(orders):
     training = Training(orders)
     weights = list(training.module.weights)
