@@ -52,6 +52,7 @@ class Bucket:
         self.requires_grad = tensors[0].requires_grad
         self.keeps_none = unused_grad == "none"
         self.core = _C.Bucket(tuple(tensors), flat.offsets if flat else None, transport)
+        self._lost = _strides_lost(tensors, self.core.slots)
         self.count = len(self.places)
         self._are_parameters = all(self.parameters)
         self._are_plain_buffers = not any(self.parameters) and not self.requires_grad
@@ -73,7 +74,12 @@ class Bucket:
         """Each slot as a tensor with a version counter of its own and no view relation: an in-place
         change of one must not invalidate the graphs of the others."""
         slots = self.core.views(flat) if self._makes_views else None
-        return self.core.split(flat) if slots is None else slots
+        slots = self.core.split(flat) if slots is None else slots
+        if self._lost:
+            slots = list(slots)
+            for k, shape, strides in self._lost:
+                slots[k] = slots[k].as_strided(shape, strides).data
+        return tuple(slots)
 
     def with_zeros(
         self, tensors: Sequence[Optional[torch.Tensor]], flat: torch.Tensor
@@ -220,6 +226,21 @@ class Bucket:
     ) -> List[Any]:
         self.reduce(rows, flat)
         return list(self.slots(flat))
+
+
+def _strides_lost(
+    tensors: Sequence[torch.Tensor], slots: Sequence[Tuple[int, Tuple[int, ...], Tuple[int, ...]]]
+) -> List[Tuple[int, Tuple[int, ...], Tuple[int, ...]]]:
+    """(place, shape, strides) of tensors whose slots differ in the stride of a dimension of size 1:
+    a torch before 2.11 exports it changed. No element lies elsewhere for it, but torch tells
+    by it whether channels come last, and so how to convolve."""
+    lost = []
+    for k, (tensor, (_, shape, strides)) in enumerate(zip(tensors, slots)):
+        own = tensor.stride()
+        differ = [size for size, a, b in zip(shape, own, strides) if a != b]
+        if differ and tensor.numel() and max(differ) == 1:
+            lost.append((k, shape, own))
+    return lost
 
 
 def _are_plain(tensors: Sequence[Optional[torch.Tensor]], dtype: torch.dtype) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from torch_owners import REPLICATE, owners
 
 import fastdp
-from fastdp import _compiler_compat, _torch_compat
+from fastdp import _compiler_compat, _torch_compat, buckets
 
 PACKAGE = pathlib.Path(fastdp.__file__).parent
 SOURCES = sorted(PACKAGE.glob("*.py"))
@@ -211,3 +211,67 @@ def test_the_scan_sees_a_private_name(tmp_path):
         "getattr(torch, '_three')\nx.__four__\nx['torch._five'].six\n"
     )
     assert set(private_names(file)) == {"_utils", "_prims", "_one", "_two", "_three", "_five"}
+
+
+# What crosses by DLPack.
+
+
+class Convolutions(nn.Module):
+    """Weights and a buffer with dimensions of size 1; `seen` gets the strides in each replica."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(1, 6, 3)
+        self.deep = nn.Conv2d(6, 6, 3, groups=6)
+        self.last = nn.Conv2d(6, 4, 1).to(memory_format=torch.channels_last)
+        self.register_buffer("row", torch.zeros(1, 5, 1, 3))
+        self.seen = []
+
+    def strides(self):
+        layers = (self.first, self.deep, self.last)
+        return [layer.weight.stride() for layer in layers] + [self.row.stride()]
+
+    def forward(self, x):
+        self.seen.append(self.strides())
+        return self.last(self.deep(self.first(x)))
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_replicas_keep_the_strides_of_dimensions_of_size_1(fast, table):
+    """By them a convolution tells its memory format: replicas would compute another way. A torch
+    before 2.11 exports them changed."""
+    former = fastdp._C._use_exchange_table(table)
+    try:
+        module = Convolutions().to(fast.home)
+        want = module.strides()
+        fast.wrap(module, 3)(torch.ones(6, 1, 8, 8)).sum().backward()
+        assert module.seen == [want] * 3
+        layers = (module.first, module.deep, module.last)
+        assert [layer.weight.grad.stride() for layer in layers] == want[:3]
+    finally:
+        fastdp._C._use_exchange_table(former)
+
+
+def test_strides_are_lost_where_dimensions_of_size_1_alone_differ():
+    tensors = [torch.zeros(6, 1, 3, 3), torch.zeros(2, 3).t(), torch.zeros(2, 1), torch.zeros(0, 1)]
+    exported = [(9, 1, 3, 1), (2, 1), (1, 1), (1, 7)]
+    slots = [(0, tuple(tensor.shape), strides) for tensor, strides in zip(tensors, exported)]
+    assert buckets._strides_lost(tensors, slots) == [(0, (6, 1, 3, 3), (9, 9, 3, 1))]
+
+
+def test_slots_with_lost_strides_are_tensors_like_the_others(monkeypatch):
+    lost = [(1, (2, 1, 3), (3, 99, 1))]
+    monkeypatch.setattr(buckets, "_strides_lost", lambda tensors, slots: lost)
+    tensors = [torch.ones(2, 3), torch.ones(2, 1, 3)]
+    host = torch.device("cpu")
+    bucket = buckets.Bucket(tensors, (0, 1), (True, True), (host,) * 2, None, "zero")
+    flat = torch.zeros(bucket.length)
+    for slots in (bucket.slots(flat), bucket.named_slots(flat)):
+        assert isinstance(slots, tuple) and slots[1].stride() == (3, 99, 1)
+        with torch.no_grad():
+            slots[1].add_(1)
+        offset, _, _ = bucket.core.slots[1]
+        assert flat[offset : offset + 6].eq(1).all() and flat.sum() == 6
+        assert slots[1]._base is None and (slots[0]._version, slots[1]._version) == (0, 1)
+        flat.zero_()
+    assert type(slots[1]) is nn.Parameter
