@@ -340,6 +340,8 @@ def end_pool(device: torch.device, pool: Any) -> None:
 def default_device() -> Any:
     """What `torch.set_default_device` or `with torch.device(...)` made the default here, or
     None."""
+    if not getattr(torch._C, "_len_torch_function_stack", lambda: 1)():
+        return None  # either is a function mode; to ask below takes some microseconds
     try:
         device = torch.get_default_device() if _sees_contexts() else _device_of_contexts()
     except AttributeError:  # an older torch, after `torch.set_default_device(None)`
