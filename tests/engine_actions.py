@@ -115,7 +115,10 @@ def accumulate(twin, rng):
 
 
 def look(twin, rng):
-    mode = rng.choice([torch.no_grad, torch.inference_mode])
+    # torch's own replicas do not know of inference mode.
+    mode = rng.choice(
+        [torch.no_grad, torch.no_grad if twin.program.rival else torch.inference_mode]
+    )
     form = form_of(twin, rng)
     results = []
     with evaluating(twin, rng.random() < 0.5):
@@ -131,7 +134,8 @@ def two_forwards(twin, rng):
     first, second = called(twin, rng, form)[1], called(twin, rng, form)[1]
     if learned(first):
         losses = [loss_of(twin, first, rng), loss_of(twin, second, rng)]
-        kind = rng.randrange(4)
+        # A module that is called directly has the gradients of both in one sum, in another order.
+        kind = rng.randrange(1 if twin.replicas == 1 else 0, 4)
         if kind == 0:
             (losses[0] + losses[1]).backward()
         elif kind == 3:
@@ -204,6 +208,49 @@ def asked(twin, rng):
     return output, torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
 
 
+def chained(twin, rng):
+    """Inputs that are made of others, and outputs that are inputs."""
+    clear(twin, rng)
+    inputs, named = form_of(twin, rng).arguments(twin, rng.randrange(10**6))
+    x = inputs[0].detach().requires_grad_()
+    output = twin.dp(x * 2, *inputs[1:], **named)
+    first = next((t for t in tensors(output) if t.shape == x.shape and t.dtype == x.dtype), None)
+    if first is not None:
+        first = first.detach() if rng.random() < 0.5 or twin.replicas == 1 else first
+        output = twin.dp(first, *inputs[1:], **named)
+    if learned(output):
+        loss_of(twin, output, rng).backward()
+    return output, torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def in_backward(twin, rng):
+    """Parameters that are written as soon as they have their gradient."""
+    clear(twin, rng)
+
+    def step(parameter):
+        if parameter.grad is not None and not parameter.grad.is_sparse:
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=1e-3)
+        parameter.grad = None
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(step)
+        for parameter in twin.net.parameters()
+        if parameter.requires_grad
+    ]
+    results = []
+    try:
+        for _ in range(rng.randint(1, 3)):
+            output = called(twin, rng)[1]
+            results.append(output)
+            if learned(output):
+                loss_of(twin, output, rng).backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return results
+
+
 def forgotten(twin, rng):
     """Forwards without a backward."""
     return [called(twin, rng)[1] for _ in range(2)][:1]
@@ -251,7 +298,8 @@ def direct(twin, rng):
 
 def warm(twin, rng):
     inputs, named = form_of(twin, rng).arguments(twin, rng.randrange(10**6))
-    twin.dp.warmup(*inputs, **named)
+    if not twin.program.rival:
+        twin.dp.warmup(*inputs, **named)
 
 
 def collect(twin, rng):
@@ -260,7 +308,7 @@ def collect(twin, rng):
 
 STEPS = {
     "train": (8, train),
-    "train on": (12, train_on),
+    "train on": (18, train_on),
     "accumulate": (3, accumulate),
     "look": (5, look),
     "two forwards": (2, two_forwards),
@@ -269,6 +317,8 @@ STEPS = {
     "one by one": (1, one_by_one),
     "penalty": (1, penalty),
     "asked": (3, asked),
+    "chained": (2, chained),
+    "in backward": (1, in_backward),
     "forgotten": (2, forgotten),
     "by hooks": (2, by_hooks),
     "scaled": (2, scaled),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import types
 
 import torch
-from engine_nets import Layer, Reads
+from engine_nets import Layer, Lean, Reads
 from torch import nn
 
 
@@ -156,7 +157,7 @@ def mode(twin, rng):
 
 
 def attribute(twin, rng):
-    found = [m for m in twin.net.modules() if isinstance(m, (Reads, Layer))]
+    found = [m for m in twin.net.modules() if isinstance(m, (Reads, Layer, Lean))]
     norms = [m for m in twin.net.modules() if isinstance(m, nn.BatchNorm1d)]
     if norms and (not found or rng.random() < 0.3):
         norm = rng.choice(norms)
@@ -169,6 +170,9 @@ def attribute(twin, rng):
     module = rng.choice(found)
     if isinstance(module, Layer):
         module.times = rng.choice([0, 1, 2])
+        return
+    if isinstance(module, Lean):
+        _edit_lean(module, rng)
         return
     kind = rng.choice(["rate", "deep", "items", "set", "plain", "plain in place"])
     if kind == "rate":
@@ -183,6 +187,52 @@ def attribute(twin, rng):
         module.plain = module.plain + 1
     else:
         module.plain.add_(1)
+
+
+def _edit_lean(module, rng):
+    kind = rng.choice(["act", "scale", "names", "record", "deep", "forward"])
+    if kind == "act":
+        module.act = module._second if module.act == module._first else module._first
+    elif kind == "scale":
+        module.config.scale = rng.choice([0.5, 0.25])
+    elif kind == "names":
+        module.config.names.append("c")
+    elif kind == "record":
+        module.record.rows = rng.choice([2.0, 1.0, 2])
+    elif kind == "deep":
+        module.record.rest["deep"][0] = rng.choice([1.0, 0.5])
+    elif "forward" in module.__dict__:
+        del module.forward
+    else:
+        module.forward = types.MethodType(other_forward, module)
+
+
+def other_forward(module, h, ids):
+    return module.linear(h) * module.config.scale
+
+
+def option(twin, rng):
+    """Another makes all of a wrapper anew."""
+    name, value = rng.choice(
+        [
+            ("unused_grad", "zero"),
+            ("bucket_bytes", 100),
+            ("bucket_bytes", 10**6),
+            ("sequential", True),
+        ]
+    )
+    if (name != "unused_grad" or not twin.program.fixed_loss) and twin.engine != "torch's":
+        twin.count()
+        setattr(twin.dp, name, value)
+
+
+def swapped(twin, rng):
+    """Another tensor under the same name and the same object."""
+    target = a_parameter(twin, rng)[2]
+    twin.optimizer.zero_grad()
+    other = nn.Parameter(target.detach() * 0.9, target.requires_grad)
+    torch.utils.swap_tensors(target, other)
+    twin.optimize(rng)
 
 
 class Noted:
@@ -249,7 +299,7 @@ def gradient(twin, rng):
 
 def engine(twin, rng):
     kind = rng.choice(["auto", "graph"])
-    if twin.engine != "eager" and twin.program.engine == "graph":
+    if twin.engine == twin.program.engine == "graph":
         twin.count()
         twin.dp.engine = kind
 
@@ -270,4 +320,6 @@ EDITS = {
     "optimizer": (1, optimizer),
     "gradient": (1, gradient),
     "engine": (0.5, engine),
+    "option": (0.5, option),
+    "swapped": (0.5, swapped),
 }

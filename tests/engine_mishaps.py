@@ -9,6 +9,7 @@ import threading
 import torch
 from engine_actions import called, clear, differentiable, evaluating, learned, loss_of
 from engine_cases import tensors
+from engine_nets import Counts, Rebinds
 
 
 def written_outputs(twin, rng):
@@ -96,7 +97,9 @@ def under_modes(twin, rng):
 
 
 def threads(twin, rng):
-    """Two at once, without gradients and without writes of buffers."""
+    """Two at once, without gradients and without writes of what they share."""
+    if any(isinstance(module, (Counts, Rebinds)) for module in twin.net.modules()):
+        return None
     form, seeds, found = twin.program.forms[0], [rng.randrange(10**6) for _ in range(2)], {}
 
     def look_at(seed):
@@ -154,7 +157,7 @@ def failing_backward(twin, rng):
     finally:
         handle.remove()
     if failed:  # how far it came is of no interest
-        twin.dp.zero_grad(set_to_none=True)
+        twin.clear_gradients()
         del twin.log[calls:]
     return output, failed
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import types
 from typing import Any
 
 import torch
@@ -161,7 +163,7 @@ class Custom(nn.Module):
 
     def forward(self, h, ids):
         h, signs = _Double.apply(h, self.weight)
-        return h + signs
+        return h.add_(signs)
 
 
 class Recomputed(nn.Module):
@@ -169,11 +171,8 @@ class Recomputed(nn.Module):
         super().__init__()
         self.linear, self.options = linear(), options
 
-    def _inner(self, h):
-        return torch.tanh(self.linear(h))
-
     def forward(self, h, ids):
-        return checkpoint(self._inner, h, **self.options)
+        return checkpoint(lambda h: torch.tanh(self.linear(h)), h, **self.options)
 
 
 class InPlace(nn.Module):
@@ -183,10 +182,10 @@ class InPlace(nn.Module):
 
     def forward(self, h, ids):
         h = self.linear(h)
-        h.mul_(2).relu_()
+        h.mul_(2)
         h[:, 0] += 1
         h[:, 1:].add_(h[:, :1].detach())
-        return h.neg().clamp_(-3, 3)
+        return h.relu_()
 
 
 class Detached(nn.Module):
@@ -237,9 +236,7 @@ class Nested(nn.Module):
         self.parts = nn.ModuleDict({f"part {k}": block for k, block in enumerate(blocks)})
 
     def forward(self, h, ids):
-        for part in self.parts.values():
-            h = part(h, ids)
-        return h
+        return functools.reduce(lambda h, part: part(h, ids), self.parts.values(), h)
 
 
 class Gru(nn.Module):
@@ -249,6 +246,58 @@ class Gru(nn.Module):
 
     def forward(self, h, ids):
         return self.cell(h.unsqueeze(1))[0].squeeze(1)
+
+
+class Soft(nn.Module):
+    """Buffers that get gradients, that lie in each other, and that several names have."""
+
+    def __init__(self):
+        super().__init__()
+        whole = torch.ones(2, WIDTH, dtype=torch.float64)
+        self.register_buffer("whole", whole)
+        self.register_buffer("part", whole[1])
+        self.register_buffer("same", whole)
+        self.register_buffer("soft", torch.ones(WIDTH, dtype=torch.float64, requires_grad=True))
+
+    def forward(self, h, ids):
+        if self.training:
+            with torch.no_grad():
+                self.part.mul_(-0.5)
+        return torch.tanh(h * self.soft + self.whole.sum(0) + self.same[0])
+
+
+class Lean(nn.Module):
+    """Settings in objects, methods that are bound, and a branch on the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = types.SimpleNamespace(scale=0.5, names=["a", "b"])
+        self.record = Record(2.0, {"deep": [1.0]})
+        self.act = self._first
+        self.linear = linear()
+
+    def _first(self, h):
+        return torch.tanh(h)
+
+    def _second(self, h):
+        return torch.relu(h) * 0.5
+
+    def forward(self, h, ids):
+        h = self.act(self.linear(h) * self.config.scale) * self.record.rows
+        if h.shape[0] % 2:
+            h = h + len(self.config.names)
+        return h * self.record.rest["deep"][0]
+
+
+class Foreign(nn.Module):
+    """A tensor that needs gradients and is no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = [torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)]
+
+    def forward(self, h, ids):
+        return h * self.held[0]
 
 
 def _norm(track):
@@ -277,12 +326,15 @@ BLOCKS = {
     "weight norm": lambda: Plain(nn.utils.parametrizations.weight_norm(linear())),
     "spectral norm": lambda: Plain(nn.utils.parametrizations.spectral_norm(linear())),
     "gru": Gru,
-    "relu": lambda: Plain(nn.ReLU(inplace=True)),
+    "lean": Lean,
+    "relu": lambda: Plain(nn.Sequential(nn.Identity(), linear(), nn.ReLU(inplace=True))),
 }
 # What is never recorded, or not from some point on: the numbers are to be right all the same.
 UNRECORDED = {
     "rebinds": Rebinds,
     "counts": Counts,
+    "foreign": Foreign,
+    "soft": Soft,
     "dropout": lambda: Plain(nn.Dropout(0.5)),
     "old weight norm": lambda: Plain(nn.utils.weight_norm(linear())),
     "sparse words": lambda: Words(sparse=True),

@@ -14,7 +14,7 @@ from engine_mishaps import MISHAPS
 from engine_programs import Program
 
 ACTIONS = {**STEPS, **MISHAPS, **EDITS}
-PARTS, PROGRAMS = 6, 6
+PARTS, PROGRAMS = 3, 15
 
 
 def replayed(seed):
@@ -41,7 +41,7 @@ def test_programs(part, still, request):
     for seed in range(part, PARTS * count, PARTS):
         for kind, steps in replayed(seed).recorded.harvest.items():
             ran[kind] += steps
-    assert ran["graph"] > 0.25 * sum(ran.values()), ran
+    assert ran["graph"] > 0.2 * sum(ran.values()), ran
 
 
 def test_a_wrong_number_would_be_found(still, monkeypatch):
@@ -58,9 +58,9 @@ def test_a_wrong_number_would_be_found(still, monkeypatch):
 
     monkeypatch.setattr(recordings.Recording, "_join", wrong)
     found = 0
-    for seed in range(6):
+    for seed in range(10):
         try:
             replayed(seed)
         except AssertionError:
             found += 1
-    assert found >= 5
+    assert found > 5, found
