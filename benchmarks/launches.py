@@ -39,7 +39,7 @@ from scaling import counts_of  # noqa: E402
 from step import devices_of  # noqa: E402
 
 from fastdp import _C  # noqa: E402
-from fastdp.streams import open_peers  # noqa: E402
+from fastdp.peers import open_peers  # noqa: E402
 
 KERNELS, REPLAYS, MOVES = 300, 20, 20  # in one turn
 IN_GRAPH = 100

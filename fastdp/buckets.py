@@ -62,6 +62,15 @@ class Bucket:
         self.length = max(self.core.size_elems, flat.length if flat else 0)
 
     def _flat(self, device: torch.device) -> torch.Tensor:
+        return self._told(self._new(device))
+
+    def _told(self, made: torch.Tensor) -> torch.Tensor:
+        """What was made on a communication stream, once the allocator knows who reads it."""
+        for stream in self.communication.readers(made.device):
+            made.record_stream(stream)
+        return made
+
+    def _new(self, device: torch.device) -> torch.Tensor:
         if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
             # torch.empty would fill it at once, on a stream that has not waited yet for those who
             # still read what the memory held before. A storage is not filled.
@@ -218,6 +227,8 @@ class Bucket:
         )
         result = self._slots_of_sums(dense, flat)
         for k, total in summed.items():
+            if total.layout == torch.sparse_coo:
+                self._told(total._indices()), self._told(total._values())
             result[k] = total
         return result
 

@@ -35,7 +35,7 @@ import torch
 
 from . import _C, comm_checks, comm_coalesced, comm_grad, moves
 from .arrays import TORCH, family_of, family_of_all
-from .streams import open_peers
+from .peers import open_peers
 
 __all__ = [
     "broadcast",

@@ -14,7 +14,7 @@ import torch
 
 from . import _C, moves
 from .arrays import DLPACK, TORCH
-from .streams import open_peers
+from .peers import open_peers
 
 
 def broadcast(

@@ -1,7 +1,7 @@
 """The moves of `fastdp.comm` as autograd sees them: two inverse pairs, each the other's backward,
 so they can be differentiated any number of times; and linear, so the tangent of a result is the
-result of the tangents. All results are new memory. A backward moves on the streams that were current
-in the forward, not on those that autograd's thread has on other devices than the node's.
+result of the tangents. All results are new memory. A backward moves on the streams that were
+current in the forward, not on those that autograd's thread has on other devices than the node's.
 """
 
 from __future__ import annotations

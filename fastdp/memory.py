@@ -49,8 +49,8 @@ class Memory(Shown, Dict[str, Row]):
       `torch.cuda.reset_peak_memory_stats`, or the start.
     - `left_by_validation`: by how much the last `fastdp.validation` has left the device's memory
       fuller than it was; 0 without one.
-    - `free`: what can still be taken: free for the system, and what torch keeps without using it, as
-      far as `torch.cuda.set_per_process_memory_fraction` lets torch go.
+    - `free`: what can still be taken: free for the system, and what torch keeps without using it,
+      as far as `torch.cuda.set_per_process_memory_fraction` lets torch go.
     - `total`, `allocated`, `reserved`, `allocated_peak`: the device's memory, and torch's own
       figures.
 

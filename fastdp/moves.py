@@ -11,7 +11,8 @@ from typing import Any, Iterable, List, Optional, Sequence, Tuple
 import torch
 
 from . import _C
-from .streams import hold_pinned, open_peers
+from .peers import open_peers
+from .streams import hold_pinned
 
 
 def chunk_lengths(batch: int, count: int) -> List[int]:

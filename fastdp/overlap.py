@@ -14,7 +14,8 @@ from typing import Dict, List, Optional, Sequence, Tuple
 import torch
 
 from . import _C, environment
-from .streams import distinct, open_peers
+from .peers import open_peers
+from .streams import distinct
 
 # A broadcast that takes longer is hidden. With the sums on the way back, twice that is exposed.
 _EXPOSED_S = 200e-6

@@ -5,7 +5,8 @@ replica's slice is packed into pinned memory of torch's and copied on a copy str
 
 Order. Copies wait for nothing but the current streams of this thread, on which the loader may have
 made a batch; of a batch on GPUs these wait for the copies in turn, since the loader may write the
-next one there. Whoever reads a slice waits for its batch's event on the device (`Scattered.slices`).
+next one there. Whoever reads a slice waits for its batch's event on the device
+(`Scattered.slices`).
 Memory. Slices belong to the copy streams' pools in torch's allocator and are recorded for each
 stream that reads them; pinned memory is torch's, which takes it back behind the copies from it;
 what the loader gave is held until the copies from it have run. A batch is staged only once the GPUs

@@ -12,7 +12,8 @@ its own stream when its backward returns.
 Memory. A flat buffer belongs to the communication stream's pool in torch's allocator. Compute that
 read it was enqueued on a compute stream; a forward takes its flat buffers first, then its
 communication streams wait for all these (`Communication.begin`), then they write: a block that the
-allocator hands out anew is never written early.
+allocator hands out anew is never written early. An allocator that would give it to others, or to
+the system, is told who reads it (`Communication.readers`).
 Gradients belong to the compute streams' pools and are read by a communication stream: they are held
 until the compute stream has been told to wait for that read (`Communication.in_backward`).
 """
@@ -20,26 +21,23 @@ until the compute stream has been told to wait for that read (`Communication.in_
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-from itertools import combinations
 from typing import (
     Any,
     ContextManager,
     Dict,
-    FrozenSet,
-    Iterable,
     List,
     Optional,
     Sequence,
-    Set,
     Tuple,
 )
 
 import torch
 
 from . import _torch_compat
+from .allocators import has_to_be_told
 from .deadlines import own_deadline
+from .peers import open_peers
 
 _NOTHING: ContextManager[Any] = contextlib.nullcontext()
 
@@ -130,28 +128,6 @@ def wait_for(then: torch.cuda.Stream, first: torch.cuda.Stream) -> None:
     _events[key] = event
 
 
-# GPUs all of whose memory is open to each other: pairs, and whole lists that were asked for. A
-# child has no CUDA of its parent's.
-_open: Set[FrozenSet[torch.device]] = set()
-os.register_at_fork(after_in_child=_open.clear)
-
-
-def open_peers(devices: Iterable[torch.device]) -> None:
-    """Before the first move between some GPUs, which may come before any of the parameters. torch
-    opens its memory to peers itself, at its first copy between two GPUs: memory that it maps piece
-    by piece (expandable segments) can be opened by nobody else. Done once in a process for each two
-    GPUs; threads that meet here may both do it."""
-    gpus = tuple(dict.fromkeys(device for device in devices if device.type == "cuda"))
-    if len(gpus) < 2 or frozenset(gpus) in _open:
-        return
-    for pair in combinations(gpus, 2):
-        if frozenset(pair) not in _open:
-            for source, target in (pair, pair[::-1]):
-                torch.empty(1, device=source).to(target)
-            _open.add(frozenset(pair))
-    _open.add(frozenset(gpus))
-
-
 class Snapshot:
     """The streams that are current on some devices now: a forward's compute streams, kept for its
     backward."""
@@ -204,6 +180,7 @@ class Communication:
         self.home = devices[0]
         self.apart = beside and len(self.devices) > 1
         self._is_open = False
+        self._tells = False  # torch's allocator, who reads memory
         self._streams: List[torch.cuda.Stream] = []
         self._arrived: List[List[torch.cuda.Event]] = [[] for _ in self.devices]
         self._used: List[Dict[int, torch.cuda.Stream]] = []
@@ -219,11 +196,24 @@ class Communication:
         if self.apart:
             self._streams = [torch.cuda.Stream(device, priority=-1) for device in self.devices]
             self._used = [_users.setdefault((s.device, s.cuda_stream), {}) for s in self._streams]
+            with current(self._streams):
+                self._tells = has_to_be_told(self.devices)
         self._is_open = True
 
     def compute(self) -> Optional[Snapshot]:
-        """The forward's compute streams: asked before the communication streams are current."""
-        return Snapshot(self.devices) if len(self.devices) > 1 else None
+        """The forward's compute streams: asked before the communication streams are current, and
+        before memory is taken on these."""
+        if len(self.devices) < 2:
+            return None
+        compute = Snapshot(self.devices)
+        for stream, used in zip(compute.streams, self._used):
+            used[stream.cuda_stream] = stream
+        return compute
+
+    def readers(self, device: torch.device) -> List[torch.cuda.Stream]:
+        """Those whom the allocator has to be told of, as readers of memory that is taken on the
+        device's communication stream."""
+        return list(self._used[self.devices.index(device)].values()) if self._tells else []
 
     def begin(self, compute: Optional[Snapshot] = None) -> Optional[Snapshot]:
         """Before a forward's broadcasts, after their flat buffers were taken: the communication
@@ -233,8 +223,7 @@ class Communication:
         compute = compute or self.compute()
         if compute is None or not self.apart:
             return compute
-        for then, stream, used in zip(self._streams, compute.streams, self._used):
-            used[stream.cuda_stream] = stream
+        for then, used in zip(self._streams, self._used):
             for each in list(used.values()):
                 wait_for(then, each)
         self.release_reads()

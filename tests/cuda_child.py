@@ -74,6 +74,60 @@ def training(*lists):
     return {"results": results, "log": log.lines}
 
 
+def freed(ids):
+    """What went wrong where memory that a stream still reads was freed, and all that torch keeps
+    unused then given back, and taken by others."""
+    import torch
+    from torch import nn
+
+    import fastdp
+
+    length, cycles = 1 << 22, 200_000_000  # some 100 ms
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(length) % 64 / 8.0)
+
+        def forward(self, x):
+            weight = self.weight  # which has arrived when the GPU is held up
+            torch.cuda._sleep(cycles)
+            return (x * weight).sum(1, dtype=torch.float64)
+
+    def give_back():
+        for index in set(ids):
+            with torch.cuda.device(index):
+                torch.cuda.empty_cache()
+                with torch.cuda.stream(torch.cuda.Stream(index)):
+                    torch.full((length,), float("nan"), device=index)
+
+    dp = fastdp.DataParallel(Late().to(ids[0]), ids)
+    x = torch.ones(len(ids), length, device=ids[0])
+    want = dp.module.weight.detach().sum(dtype=torch.float64)
+    wrong = []
+    for k in range(3):
+        with torch.no_grad():
+            out = dp(x)
+        give_back()
+        if not out.eq(want).all():
+            wrong.append(f"forward {k} gave {out.tolist()}, not {want.item()}")
+        dp(x).sum().backward()
+        torch.cuda._sleep(cycles)
+        total = dp.module.weight.grad.sum(dtype=torch.float64)
+        dp.zero_grad(set_to_none=True)
+        give_back()
+        if total.item() != len(ids) * length:
+            wrong.append(f"gradients of step {k} add up to {total.item()}")
+    told = [c._tells for c in fastdp_communications(dp)]
+    return {"wrong": wrong, "told": told}
+
+
+def fastdp_communications(dp):
+    """Those that are used beside compute."""
+    plans = dp._fastdp_get_runtime().replicator._plans.values()
+    return [plan.communication for plan in plans if plan.communication.apart]
+
+
 def sums(*lists):
     """For each list of devices the sums that differ from the host's."""
     from cuda_sums import all_wrong_sums

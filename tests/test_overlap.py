@@ -4,7 +4,7 @@ how long they take; and the two ways of communication, with GPUs pretended."""
 import pytest
 import torch
 
-from fastdp import _C, overlap, replicas, streams
+from fastdp import _C, overlap, peers, replicas, streams
 from fastdp.environment import DEFAULT_BUCKET_BYTES
 
 HOST = torch.device("cpu")
@@ -227,7 +227,8 @@ class PretendedCuda:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(streams, "_events", {})
-        monkeypatch.setattr(streams, "_open", set())
+        monkeypatch.setattr(streams, "_users", {})
+        monkeypatch.setattr(peers, "_open", set())
         monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: Empty())
 
     def names(self):

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from fastdp import buckets, comm, comm_coalesced, moves, streams
+from fastdp import buckets, comm, comm_coalesced, moves, peers, streams
 from fastdp.streams import Communication
 
 HOST = torch.device("cpu")
@@ -119,16 +119,16 @@ def copied(monkeypatch):
             pairs.append((self.device.index, target.index))
 
     monkeypatch.setattr(torch, "empty", lambda size, device: Cell(size, device))
-    monkeypatch.setattr(streams, "_open", set())
+    monkeypatch.setattr(peers, "_open", set())
     return pairs
 
 
 def test_torch_opens_its_memory_before_the_first_move(copied):
-    streams.open_peers([GPUS[0], HOST, GPUS[1]])
+    peers.open_peers([GPUS[0], HOST, GPUS[1]])
     assert sorted(copied) == [(0, 1), (1, 0)]
-    streams.open_peers([GPUS[1], GPUS[0], GPUS[0]])
+    peers.open_peers([GPUS[1], GPUS[0], GPUS[0]])
     assert len(copied) == 2
-    streams.open_peers(iter(GPUS))
+    peers.open_peers(iter(GPUS))
     assert sorted(copied) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
     for _ in range(2):  # each wrapper has two of these
         streams.Communication(GPUS, beside=False).open()
@@ -143,29 +143,29 @@ def test_memory_that_could_not_be_opened_is_opened_at_the_next_move(copied, monk
 
     monkeypatch.setattr(torch, "empty", fails)
     with pytest.raises(MemoryError):
-        streams.open_peers(GPUS)
+        peers.open_peers(GPUS)
     monkeypatch.setattr(torch, "empty", makes)
-    streams.open_peers(GPUS)
+    peers.open_peers(GPUS)
     assert len(copied) == 6
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_knows_nothing_of_its_parents_memory():
-    streams._open.add(frozenset(GPUS))
+    peers._open.add(frozenset(GPUS))
     try:
         child = os.fork()
         if child == 0:
-            os._exit(len(streams._open))
+            os._exit(len(peers._open))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert frozenset(GPUS) in streams._open
+        assert frozenset(GPUS) in peers._open
     finally:
-        streams._open.discard(frozenset(GPUS))
+        peers._open.discard(frozenset(GPUS))
 
 
 @pytest.mark.parametrize("devices", [[], [HOST, HOST], [GPUS[0], HOST], [GPUS[1], GPUS[1]]])
 def test_one_gpu_has_nothing_to_open(copied, devices):
-    streams.open_peers(devices)
+    peers.open_peers(devices)
     assert copied == []
 
 
