@@ -173,6 +173,36 @@ def test_a_call_while_a_graph_is_captured(fast):
         same(dp(x), plain(x.cpu()))
 
 
+@row("X28")
+def test_pinned_batches_after_one_in_a_captured_graph(fast):
+    """An event that was recorded in a capture can never be asked whether it has passed."""
+    if fast.home.type == "cpu":
+        pytest.skip("needs 1 GPU: the host has no graphs")
+    if fast.gpus > 1:
+        pytest.skip("several GPUs are refused: see above")
+    module, plain = Net(), Net()
+    dp = fast.wrap(module, 2)
+    x = ints(4, 3).pin_memory()
+    with torch.no_grad():
+        for _ in range(3):
+            dp(x)
+        torch.cuda.synchronize()
+        graph, out = torch.cuda.CUDAGraph(), None
+        try:
+            with captures.CudaRecorder([fast.home]).rehearsal(), torch.cuda.graph(graph):
+                out = dp(x)
+        except RuntimeError as error:
+            assert "captur" in str(error)
+        torch.cuda.synchronize()
+        if out is not None:
+            x.copy_(ints(4, 3, seed=7))
+            graph.replay()
+            same(out, plain(ints(4, 3, seed=7)))
+        for seed in range(3):
+            batch = ints(4, 3, seed=seed)
+            same(dp(batch.pin_memory()), plain(batch))
+
+
 # Beside training.
 
 
