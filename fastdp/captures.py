@@ -158,7 +158,10 @@ class CudaRecorder:
 
     def pool_bytes(self, pools: Sequence[Any]) -> Dict[torch.device, Tuple[int, int]]:
         """What the pools hold now: activations, outputs, and whatever the libraries took. By
-        device: all of it, and what of it counts as allocated."""
+        device: all of it, and what of it counts as allocated. Nothing where the allocator is not
+        torch's usual one, which alone tells of pools."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return {}
         wanted = {tuple(pool) for pool in pools}
         held: Dict[torch.device, Tuple[int, int]] = {}
         for segment in torch.cuda.memory_snapshot():

@@ -235,3 +235,20 @@ def test_no_capture_is_left_open(monkeypatch, side, interrupt):
     assert graph.ends == {"no begin": 0, "behind begin": 1, "act": 1, "end": 2}[interrupt]
     # A capture that could not be ended leaves its pool, and the generator that it counted on.
     assert len(pools) == len(renewed) == (interrupt == "end")
+
+
+def test_what_pools_hold_is_asked_of_torchs_usual_allocator_alone(monkeypatch):
+    """cudaMallocAsync raises."""
+
+    def snapshot():
+        if backend != "native":
+            raise RuntimeError("Calling snapshot is not meaningful")
+        sizes = {"total_size": 8, "allocated_size": 3}
+        return [{"device": k, "segment_pool_id": (0, k), **sizes} for k in range(2)]
+
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    backend = "native"
+    assert captures.CudaRecorder([GPU]).pool_bytes([(0, 1)]) == {OTHER: (8, 3)}
+    backend = "cudaMallocAsync"
+    assert captures.CudaRecorder([GPU]).pool_bytes([(0, 1)]) == {}
