@@ -13,17 +13,8 @@ import logging
 import threading
 from collections import OrderedDict
 from contextlib import nullcontext
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Dict,
-    Hashable,
-    List,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, ContextManager, Dict, Hashable, Iterable, List, Optional
+from typing import Sequence, Tuple
 
 import torch
 
@@ -315,6 +306,7 @@ class Engine:
             return watches[-1]
 
         tensors = list(tensors_of(root))
+        before = _identity_of(tensors)
         compiled = self._replicator.compiled
         compilations = compiled.count if compiled is not None else 0
         self._watching.begin = begin
@@ -326,8 +318,8 @@ class Engine:
         if compiled is not None and compiled.count > compilations:
             return outputs  # the compiler's doings are not the model's: another step tells
         entry.watched += 1
-        if list(map(id, tensors)) != list(map(id, tensors_of(root))):
-            # In a replica that would be lost; a module that is called directly keeps it.
+        if before != _identity_of(tensors_of(root)):
+            # A module that is called directly keeps that, and so do the first replica's buffers.
             self._give_up(entry, "it replaces parameters or buffers of its modules")
             return outputs
         found = [watch for watch in watches if watch.reason]
@@ -391,6 +383,10 @@ def _wants_gradients() -> bool:
 
 def _place_of(source: Source) -> Hashable:
     return signatures.of_tensors(source.tensors), source.plan.description
+
+
+def _identity_of(tensors: Iterable[torch.Tensor]) -> List[Tuple[int, int]]:
+    return [(id(tensor), tensor.data_ptr()) for tensor in tensors]
 
 
 def _sentence(reason: str) -> str:

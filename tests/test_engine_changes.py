@@ -117,6 +117,22 @@ def test_a_buffer_that_forward_binds_anew(means):
         assert twins.recorded.module.shift[0] == 0
 
 
+def test_a_buffer_that_gets_other_memory_in_a_forward(means):
+    """The first replica has the module's own buffer, so it stays, with any number of devices."""
+
+    class Averages(Scaled):
+        def forward(self, x):
+            output = super().forward(x)
+            self.shift.data = 0.5 * self.shift.data + output.detach().mean(0)
+            return output
+
+    twins = Twins(means, Averages(), "auto")
+    for seed in range(3 * SETTLED):
+        twins.step(rows(means, seed))
+    twins.ran(eager=3 * SETTLED)
+    assert "it replaces parameters or buffers" in reasons(twins.recorded)
+
+
 def test_attributes_that_forward_never_reads_count_too(means):
     """Nobody can know; but only what is of this module."""
     twins = recorded_twins(means)
