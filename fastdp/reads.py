@@ -5,7 +5,7 @@ be baked in itself; and gradients reach only what the recording gives them back 
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Sequence, Set
+from typing import Any, Dict, Iterator, List, Sequence, Set, Tuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +16,7 @@ from .signatures import NotRecordable
 
 class Reads(TorchDispatchMode):
     """Around a replica's forward on `device`, which is given `known` tensors. Afterwards `held` are
-    the tensors of others that it read.
+    the tensors of others that it read, `kept` those that it wrote, with what was in them.
 
     Raises:
         NotRecordable: in the forward, where it reads a tensor on another device, or on the host.
@@ -27,6 +27,7 @@ class Reads(TorchDispatchMode):
         self._device = device
         self._made: Set[int] = {_memory(tensor) for tensor in known}
         self._held: Dict[int, torch.Tensor] = {}
+        self.kept: List[Tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def held(self) -> List[torch.Tensor]:
@@ -37,9 +38,12 @@ class Reads(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         fresh = function is torch.ops.aten.lift_fresh.default  # of torch.tensor(...), just now
+        writes = function._schema.is_mutable or "batch_norm" in function._schema.name
         for tensor in find_tensors((args, kwargs)):
             if not fresh and tensor.layout == torch.strided and _memory(tensor) not in self._made:
                 self._note(tensor, function)
+                if writes:
+                    self.kept.append((tensor, tensor.detach().clone()))
             elif fresh:
                 self._made.add(_memory(tensor))
         result = function(*args, **kwargs)

@@ -159,9 +159,12 @@ class Recording:
                         self._attempt(source, rows, named, recorder.record, recorder)
                     self._attempt(source, rows, named, recorder.record, recorder, True)
         finally:
-            for buffer, value in zip(buffers, kept):
+            others = [pair for tape in self._tapes for pair in tape.kept]
+            for tensor, value in (*zip(buffers, kept), *others[::-1]):
                 # Not as a write that counts: an earlier forward's backward may be still to come.
-                buffer.data.copy_(value)
+                tensor.data.copy_(value)
+            for tape in self._tapes:
+                tape.kept = []
 
     def _attempt(
         self, source: Source, rows: Any, named: Any, record: Any, recorder: Any, keep: bool = False

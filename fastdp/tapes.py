@@ -84,6 +84,7 @@ class Tape:
         self.held: List[torch.Tensor] = []
         self.reads: Optional[Reads] = None
         self.saved: Set[int] = set()  # addresses of what a forward saved for its backward
+        self.kept: List[Tuple[torch.Tensor, torch.Tensor]] = []  # others' tensors that it wrote
 
     def static(self) -> List[torch.Tensor]:
         """What lies outside of the recorder's pool, for as long as the recording lives."""
@@ -158,9 +159,10 @@ class Tape:
     def forward_noting_reads(self) -> None:
         """As `forward`, for a warm-up: what it reads of others is kept alive from now on."""
         known = [*self.inputs, *self.module.parameters(), *self.module.buffers()]
-        with uncompiled(), saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
-            with Reads(self.device, known) as reads:
-                self.forward()
+        reads = Reads(self.device, known)
+        self.kept = reads.kept
+        with uncompiled(), saved_tensors_hooks(self._note_saved, lambda tensor: tensor), reads:
+            self.forward()
         self.held, self.reads = reads.held, reads
 
     def _note_saved(self, tensor: torch.Tensor) -> torch.Tensor:

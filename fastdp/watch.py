@@ -4,7 +4,7 @@ A recorded step launches the kernels of one forward again and runs no Python. `W
 eager forward of the replicas, says why that would go wrong: the forward
 
 - changes what the replicas' modules hold: attributes, and lists, dictionaries and sets in them
-  (`_C.Snapshot` says how deep). Writes into buffers, and into tensors on a GPU, are kernels and are
+  (`_C.Snapshot` says how deep), also of modules that are not registered (outside.py). Writes into buffers, and into tensors on a GPU, are kernels and are
   recorded;
 - draws from Python's `random`, NumPy's global generator, or torch's generator of the host;
 - prints, or makes log records (listeners.py says what is heard);
@@ -50,6 +50,7 @@ from torch import nn
 
 from . import _C, _torch_compat
 from .listeners import Listener
+from .outside import Outside, modules_outside
 
 __all__ = ["Watch", "global_state", "records", "snapshot_of"]
 
@@ -147,9 +148,12 @@ class Watch:
 
 
 def snapshot_of(roots: Iterable[nn.Module]) -> Any:
-    """A `_C.Snapshot` of all modules below these, each once: its `differs()` names a change."""
-    modules = dict.fromkeys(module for root in roots for module in root.modules())
-    return _C.Snapshot(tuple(modules), records())
+    """A `_C.Snapshot` of all modules below these, each once, and of those that they hold without
+    having registered them: its `differs()` names a change."""
+    modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+    others = modules_outside(modules)
+    snapshot = _C.Snapshot((*modules, *others), records())
+    return Outside(snapshot, others) if others else snapshot
 
 
 def records() -> Tuple[type, ...]:
@@ -207,7 +211,8 @@ def _hooks(roots: Sequence[nn.Module]) -> Iterator[str]:
         if not _is_ours(hook):
             found[f"{_hook_name(kind, hook)} on every module"] = None
     for root in roots:
-        for path, module in root.named_modules():
+        others = [("a part that is not registered", m) for m in modules_outside(root.modules())]
+        for path, module in (*root.named_modules(), *others):
             for attribute, kind in _HOOKS:
                 for hook in (getattr(module, attribute, None) or {}).values():
                     if not _is_ours(hook):
