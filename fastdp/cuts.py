@@ -15,7 +15,7 @@ from .containers import is_namedtuple, place, rebuild_dict
 from .copies import copies_of
 from .functions import scatter_tensor
 from .marks import Replicated
-from .moves import chunk_lengths
+from .moves import chunk_lengths, is_acted_out
 from .options import sizes_for
 from .placement import public_device
 from .scattered import Scattered
@@ -117,9 +117,11 @@ class Whole(_Deal):
     """Every device gets all of it."""
 
     def tensor(self, tensor: torch.Tensor, path: Any) -> Sequence[torch.Tensor]:
-        if tensor.layout != torch.strided:
-            return [tensor.to(device, copy=True) for device in self.devices]
-        return copies_of(tensor, self.devices)
+        if tensor.layout == torch.strided:
+            return copies_of(tensor, self.devices)
+        if is_acted_out(self.devices):
+            return [tensor] * len(self.devices)
+        return [tensor.to(device, copy=True) for device in self.devices]
 
     def placed(self, scattered: Scattered, path: Any) -> Sequence[torch.Tensor]:
         return copies_of(scattered.gathered(), self.devices)

@@ -8,7 +8,7 @@ import torch
 
 from .apply import apply_modules
 from .cuts import replaced_scatter, scatter_call
-from .devices import HOST, parse_device, parse_devices
+from .devices import parse_device, parse_devices
 from .diagnosis import size_text
 from .engine_choice import forked_generators, own_method
 from .environment import DEFAULT_BUCKET_BYTES
@@ -22,6 +22,9 @@ from .scattered import Scattered
 from .streams import distinct
 
 MODES = ("train", "eval")
+
+# Where what has a shape but no memory lies.
+_NOWHERE = torch.device("meta")
 
 # One in so many bytes is left for what torch's allocator cannot use, and for an estimate's error.
 _MARGIN = 10
@@ -191,9 +194,10 @@ def _step_of(
 
 
 def _cut(wrapper: Any, inputs: Any, kwargs: Any) -> Tuple[Sequence[Any], Sequence[Any]]:
-    """The arguments of each replica, cut as a forward would, but on the host and without values;
-    and without a word about what may be a mistake, which is the forward's to say. A scatter of the
-    user's has what a forward gives it, since it may look at values, or speak to torch's own."""
+    """The arguments of each replica, cut as a forward would, but without memory, of which they may
+    need more than the host has; and without a word about what may be a mistake, which is the
+    forward's to say. A scatter of the user's has what a forward gives it, since it may look at
+    values, or speak to torch's own."""
     ids, dim, rules = wrapper.device_ids, wrapper.dim, wrapper._fastdp_rules()
     if own_method(wrapper, "scatter"):
         rows, named = wrapper.scatter(inputs, kwargs, ids)
@@ -201,18 +205,19 @@ def _cut(wrapper: Any, inputs: Any, kwargs: Any) -> Tuple[Sequence[Any], Sequenc
         devices = parse_devices(ids, "device_ids")
         rows, named = scatter_call(inputs, kwargs, devices, dim, rules)
     else:
-        inputs, kwargs = map_tensors(inputs, _empty_on_host), map_tensors(kwargs, _empty_on_host)
-        return scatter_call(inputs, kwargs, (HOST,) * len(ids), dim, rules)
-    return map_tensors(rows, _empty_on_host), map_tensors(named, _empty_on_host)
+        inputs, kwargs = map_tensors(inputs, _without_memory), map_tensors(kwargs, _without_memory)
+        return scatter_call(inputs, kwargs, (_NOWHERE,) * len(ids), dim, rules)
+    return map_tensors(rows, _without_memory), map_tensors(named, _without_memory)
 
 
-def _empty_on_host(tensor: Any) -> Any:
+def _without_memory(tensor: Any) -> Any:
     if isinstance(tensor, Scattered):
-        parts = [_empty_on_host(part) for part in tensor.slices]
+        parts = [_without_memory(part) for part in tensor.slices]
         return Scattered(parts, tensor.cut_dim)
     if tensor.layout != torch.strided:
         return tensor
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    shape, strides = tensor.shape, tensor.stride()
+    empty = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=_NOWHERE)
     return empty.requires_grad_(tensor.requires_grad)
 
 

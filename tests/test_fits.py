@@ -382,6 +382,14 @@ def test_a_batch_that_cannot_fit(monkeypatch):
     assert not fit and "too little" in str(fit) and fit.devices["cpu"].free_bytes == 5_000
 
 
+@pytest.mark.parametrize("ids", [["cpu"], ["cpu", "cpu"]], ids=["one", "two"])
+def test_a_batch_that_no_machine_could_hold(ids):
+    dp = fastdp.DataParallel(Apply(lambda self, x, all: self.lin(x) + all.sum()), ids)
+    x = torch.ones(1, 3).double().expand(1 << 42, 3)
+    fit = dp.fits(x, fastdp.Replicated(x))
+    assert not fit and step_bytes(fit) > len(ids) * x.numel() * 8
+
+
 def test_what_lies_on_the_host_beforehand():
     dp, x = wrapped("named", ["cpu", "cpu"])
     row = dp.fits(x).devices["cpu"]
