@@ -29,6 +29,8 @@ def _broadcast_coalesced(tensors: Any, devices: Sequence[int], buffer_size: int 
     detached = [tensor.detach() for tensor in tensors]
     copies = [
         list(_unflatten_dense_tensors(_flatten_dense_tensors(detached), detached))
+        if detached  # of none an older torch makes nothing flat
+        else []
         for _ in devices[1:]
     ]
     return [list(tensors), *copies]

@@ -3,6 +3,7 @@
 import itertools
 
 import torch
+from torch_features import FLOAT8
 
 COUNTS = [1, 2, 3, 4, 7, 8]
 
@@ -24,7 +25,7 @@ SUMMED = [
     torch.uint64,
     torch.bool,
 ]
-MOVED = [*SUMMED, torch.float8_e4m3fn, torch.float8_e5m2]
+MOVED = [*SUMMED, *FLOAT8]
 
 
 def lengths(count, chunk=5):

@@ -11,6 +11,7 @@ out: the checks that refuse tensors of device type "cpu".
 import ast
 import contextlib
 import importlib.util
+import inspect
 import sys
 import types
 
@@ -23,8 +24,13 @@ PARTS = ("_functions", "scatter_gather", "replicate", "parallel_apply", "data_pa
 # The stand-ins of torch._C's copies between devices.
 
 
+# A torch whose Functions do not turn them back leaves complex tensors as pairs of numbers: what is
+# compared with is a newer one's.
+_TURNS_BACK = "view_as_complex" in inspect.getsource(torch.nn.parallel._functions)
+
+
 def _real(tensor):
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor) if _TURNS_BACK and tensor.is_complex() else tensor
 
 
 def broadcast_coalesced(tensors, devices, buffer_size=0):
@@ -60,6 +66,8 @@ def copy_scatter(tensor, devices=None, chunk_sizes=None, dim=0, streams=None):
 def copy_gather(tensors, dim=0, destination=None):
     tensors = [_real(t) for t in tensors]
     first = tensors[0]
+    if len({t.is_complex() for t in tensors}) > 1:
+        raise RuntimeError("Gather got an input of invalid size: a pair for each number")
     for tensor in tensors:
         got, want = list(tensor.shape), list(first.shape)
         same_rank = len(got) == len(want)
@@ -100,6 +108,11 @@ class _Facade:
         return getattr(self._behind, name)
 
 
+def _autocast(device_type, enabled=True):
+    """A torch before 2.11 enters that of GPUs."""
+    return torch.autocast("cpu", enabled=enabled)
+
+
 def _torch_for(part):
     """`torch` as the source of `part` sees it."""
     guards = {
@@ -113,6 +126,7 @@ def _torch_for(part):
     own = {
         "accelerator": _Facade(getattr(torch, "accelerator", None), **guards),
         "cuda": _Facade(torch.cuda, **guards),
+        "amp": _Facade(torch.amp, autocast=_autocast),
         "is_autocast_enabled": lambda device_type="cpu": torch.is_autocast_enabled(device_type),
     }
     if part == "data_parallel":
@@ -130,6 +144,9 @@ def _utils():
     module = types.ModuleType(f"{PACKAGE}._utils")
     module.__dict__.update(own, __getattr__=lambda name: getattr(torch._utils, name))
     return module
+
+
+_ZIP = ast.dump(ast.Name("zip", ast.Load()))
 
 
 class _Rewrite(ast.NodeTransformer):
@@ -150,7 +167,17 @@ class _Rewrite(ast.NodeTransformer):
             node.module = PACKAGE + name.removeprefix("torch.nn.parallel")
         elif node.level == 1:
             node.module, node.level = f"{PACKAGE}.{name}" if name else PACKAGE, 0
+        elif node.level == 2:  # before torch 2.6
+            node.module, node.level = f"torch.nn.{name}", 0
         return node
+
+    def visit_FunctionDef(self, node):
+        """Outputs of unequal lengths are refused, as by a torch from 2.11 on."""
+        pairs = ast.walk(node) if node.name == "gather_map" else ()
+        for each in pairs:
+            if isinstance(each, ast.Call) and ast.dump(each.func) == _ZIP and not each.keywords:
+                each.keywords = [ast.keyword("strict", ast.Constant(True))]
+        return self.generic_visit(node)
 
     def visit_If(self, node):
         refusal = isinstance(node.body[0], ast.Raise) and "AssertionError" in ast.dump(node.body[0])

@@ -237,7 +237,7 @@ def test_python_children_of_a_scripted_module_are_refused(impl, monkeypatch):
     kind = type(module[0])
     found = kind.modules
     monkeypatch.setattr(kind, "modules", lambda self: iter([*found(self), nn.Identity()]))
-    with pytest.raises(RuntimeError, match="python modules are children of ScriptModule"):
+    with pytest.raises(RuntimeError, match="python modules are childrens? of ScriptModule"):
         impl.wrap(module, 2)(ints(4, 3))
 
 

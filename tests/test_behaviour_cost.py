@@ -9,6 +9,7 @@ import pytest
 import torch
 from nets import Apply, ints, linear, same
 from torch import nn
+from torch_features import HAS_TABLE, needs_exchange_table
 
 import fastdp
 from fastdp import _C
@@ -48,6 +49,7 @@ def replicate_calls(impl, layers):
 
 
 @row("J1")
+@needs_exchange_table
 def test_a_parameter_costs_at_most_one_call_and_a_module_none(fast):
     """torch's own rebuilds every module at every call."""
     few, many = replicate_calls(fast, 5), replicate_calls(fast, 100)
@@ -55,6 +57,7 @@ def test_a_parameter_costs_at_most_one_call_and_a_module_none(fast):
 
 
 @row("J1")
+@needs_exchange_table
 def test_torchs_own_makes_ten_times_as_many_calls(impl):
     """That the count shows it: some hundred calls for each layer."""
     calls = replicate_calls(impl, 100)
@@ -102,6 +105,7 @@ def test_an_empty_model_costs_few_calls(fast):
             dp(x)
         costs.append(calls_during(lambda dp=dp: dp(x)))
     bound = 300 if fast.home.type == "cpu" else 400
+    bound += 0 if HAS_TABLE else 20  # an older torch's grad modes and default device
     assert costs[0] < bound and costs[1] - costs[0] < 100, costs
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from nets import CLOSE, Apply, Net, check_against_hand, close, grads, ints, linear, ranked, same
 from torch import nn
+from torch_features import FLOAT8
 
 row = pytest.mark.row
 
@@ -70,7 +71,7 @@ def test_complex_and_real_parameters_together(impl):
 
 
 ODD = ["bool", "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32"]
-ODD += ["float64", "complex64", "float8_e4m3fn", "float8_e5m2", "uint16", "uint32"]
+ODD += ["float64", "complex64", "uint16", "uint32", *(str(each)[6:] for each in FLOAT8)]
 
 
 @row("E2")

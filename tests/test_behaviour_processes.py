@@ -331,4 +331,4 @@ def test_a_wrapper_in_each_process_of_a_group(tmp_path):
     for process in ranks:
         code, out, err = finish(process, ENDS_S)
         assert code == 0 or gloo.AT_EXIT in err, f"{out}\n{err}"
-        assert out == "done\n", f"{out}\n{err}"
+        assert out.splitlines()[-1:] == ["done"], f"{out}\n{err}"  # gloo may say what it does

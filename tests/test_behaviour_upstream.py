@@ -60,8 +60,9 @@ def test_parallel_apply_arguments(impl):
     outputs = run([module, other], [x, y], [{"k": 2}, {}], impl.ids(2))
     same(outputs, [2 * linear()(ints(2, 3)), linear()(ints(2, 3))])
     same(run([module], [x], None, impl.ids(1)), [linear()(ints(2, 3))])
+    text = "" if impl.is_oracle else "number of"  # an older torch says nothing
     for wrong in (([x], None, None), ([x, x], [{}], None), ([x, x], None, impl.ids(1))):
-        with pytest.raises(AssertionError, match="number of"):
+        with pytest.raises(AssertionError, match=text):
             run([module, module], *wrong)
 
 

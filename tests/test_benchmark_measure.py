@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from benchmark_cases import BENCHMARKS, run
+from torch_features import needs_total_norm
 
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -52,6 +53,7 @@ def test_host_cost_has_four_bars(host_cost):
     assert [bar["factor"] for bar in host_cost["bars"]] == [10, 50, 1, 3]
 
 
+@needs_total_norm
 def test_grad_health_measures_beside_torch():
     done = run("grad_health.py", "--repeats", "2", "--json")
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ import torch.nn.parallel
 from nets import Net, exact, ints, same
 from patch_cases import LIBRARY, Fast, check_is_fast, counted, home, patch_and_undo
 from torch import nn
+from torch_features import needs_safe_globals
 
 import fastdp
 from fastdp.patch import _rehomed
@@ -145,6 +146,7 @@ def test_what_torch_made_and_saved_runs_on_fastdp(of_torch, patched, fast):
 
 
 @row("F4")
+@needs_safe_globals
 def test_what_is_saved_while_patched_names_torchs_class(patched, fast):
     """So it can be loaded where fastdp is not, and where only torch's class is allowed."""
     wrapped = nn.DataParallel(exact(nn.Sequential(nn.Linear(3, 2))).to(fast.home), fast.ids(2))

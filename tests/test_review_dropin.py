@@ -10,6 +10,7 @@ import torch
 from nets import Net, grads, ints, same
 from patch_cases import patch_and_undo
 from torch import nn
+from torch_features import needs_total_norm
 
 row = pytest.mark.row
 
@@ -164,6 +165,7 @@ def test_options_of_a_subclass_are_options_where_they_fit(fast):
 
 
 @row("F1")
+@needs_total_norm
 def test_what_is_fastdps_works_while_torchs_class_is_patched(fast):
     with patch_and_undo():
         dp = nn.DataParallel(Net().to(fast.home), fast.ids(2))

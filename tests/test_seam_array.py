@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from seam_producers import capsule_name
+from torch_features import needs_dlpack_1
 
 from fastdp import _C
 
@@ -62,6 +63,7 @@ def test_memory_outlives_the_array():
     assert other.flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@needs_dlpack_1
 @pytest.mark.parametrize(
     "max_version, name",
     [
@@ -78,6 +80,7 @@ def test_versions(max_version, name):
     assert torch.utils.dlpack.from_dlpack(capsule).flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@needs_dlpack_1
 def test_copy():
     array = filled()
     shared = torch.from_dlpack(array)

@@ -105,7 +105,9 @@ def test_lazy_module_after_its_first_run(way):
 
 
 def test_freed_storage(way):
-    with pytest.raises(ValueError, match=r"^tensors\[0\]: data is NULL, but there are 3 elements"):
+    # An older torch exports no such tensor.
+    text = r"^tensors\[0\]: (data is NULL, but there are 3 elements|cannot be borrowed: setStorage)"
+    with pytest.raises((ValueError, TypeError), match=text):
         _C.borrow((freed(),))
 
 

@@ -16,6 +16,10 @@ from fastdp.__main__ import main
 PHASES = {"scatter", "replicate", "parallel_apply", "gather", "replica 0", "replica 1"}
 PHASES |= {"broadcast of bucket 0", "reduce of bucket 0"}
 
+needs_all_threads = pytest.mark.skipif(
+    _torch_compat.all_threads() is None, reason="needs torch 2.9: profiles of all threads"
+)
+
 
 @pytest.fixture
 def traced(devices, tmp_path):
@@ -32,6 +36,7 @@ def traced(devices, tmp_path):
     return path, dp
 
 
+@needs_all_threads
 def test_a_trace_of_real_steps(traced, capsys):
     path, dp = traced
     trace = trace_summary.read(str(path))
@@ -82,6 +87,7 @@ def test_mistakes_are_told_before_the_steps(path, error, words):
         fastdp.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"]).trace(path)
 
 
+@needs_all_threads
 def test_a_torch_without_the_option_for_threads(monkeypatch):
     assert _torch_compat.all_threads() is not None
 

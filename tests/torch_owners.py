@@ -3,7 +3,7 @@
 import importlib
 
 import torch
-import torch.utils._device  # noqa: F401
+import torch.utils._device
 
 from fastdp import _torch_compat
 
