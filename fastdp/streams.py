@@ -67,6 +67,11 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def _is_external(stream: torch.cuda.Stream) -> bool:
+    """Whether another library made it: torch numbers its own, and calls others by their handles."""
+    return 0 != stream.cuda_stream == stream.stream_id
+
+
 class current:
     """Makes each of the streams the current one of its device; the current device stays what it
     is. To be entered once."""
@@ -249,10 +254,14 @@ class Communication:
 
     def deliver(self) -> None:
         """Compute waits for all copies: those into the replicas, and those out of the parameters,
-        which may be written afterwards."""
-        if self.apart:
-            for stream in self._streams:
-                wait_for(current_stream(stream.device), stream)
+        which may be written afterwards. A stream that is not torch's may be gone when the next
+        forward would wait for it: that is done now."""
+        for stream, used in zip(self._streams, self._used):
+            compute = current_stream(stream.device)
+            wait_for(compute, stream)
+            if _is_external(compute):
+                wait_for(stream, compute)
+                used.pop(compute.cuda_stream, None)
 
     def in_backward(
         self, snapshot: Optional[Snapshot], gradients: Any, spreads: bool = False

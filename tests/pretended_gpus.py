@@ -20,6 +20,8 @@ def can_pretend(count=2):
 
 
 class Stream:
+    stream_id = -1  # torch's own number for it
+
     def __init__(self, name, device):
         self.name, self.device, self.cuda_stream = name, device, id(name)
         self.log = []

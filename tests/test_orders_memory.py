@@ -128,6 +128,39 @@ def test_two_wrappers_whose_communication_streams_are_the_same(orders, monkeypat
         gc.collect()
 
 
+@pytest.mark.parametrize("is_step", [False, True], ids=["evaluation", "step"])
+def test_streams_of_other_libraries_that_are_gone_afterwards(orders, is_step):
+    """Nobody may ask for them again; what they read is waited for all the same."""
+    training = Training(orders)
+
+    def come_after():
+        """As a user's stream has to, before parameters are written, or read that were."""
+        before[orders.devices[0]].merge(theirs[0].clock)
+
+    for _ in range(2):
+        before = dict(orders.gpus.current)
+        orders.other_streams()
+        theirs = list(orders.gpus.current.values())
+        for stream in theirs:
+            stream.stream_id = stream.cuda_stream
+        if is_step:
+            training.step()
+            come_after()
+        else:
+            with torch.no_grad():
+                training.forward()
+        orders.gpus.current.update(before)
+        for stream in theirs:
+            stream.step = None  # which a record takes
+        gc.collect()
+        out = training.forward()
+        come_after()
+        for parameter in training.backward(out):
+            parameter.grad = None
+        training.evaluate()
+        del out
+
+
 def test_the_engine_makes_no_zeros_for_a_penalty(gpus, monkeypatch, hidden):
     """It would make them on the communication stream before anybody can wait there."""
     seen, plain = [], Bucket.with_zeros

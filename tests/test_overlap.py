@@ -175,6 +175,8 @@ def test_the_way_of_a_plan(rates, monkeypatch, limit):
 
 
 class Stream:
+    stream_id = -1  # torch's own number for it
+
     def __init__(self, name, device, log):
         self.name, self.device, self._log = name, device, log
         self.cuda_stream = id(self)
