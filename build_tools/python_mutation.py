@@ -72,6 +72,7 @@ FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
     "functions.py": (("tests/test_orders.py", "tests/test_orders_memory.py"), ()),
     "copies.py": (("tests/test_orders.py",), ()),
     "moves.py": (("tests/test_orders_memory.py",), ()),
+    "buckets.py": (("tests/test_allocators.py",), ()),
     "comm.py": (("tests/test_orders_memory.py",), ()),
     "comm_grad.py": (("tests/test_comm_order.py",), ()),
     "deadlines.py": (("tests/test_deadlines.py",), ("close", "append", "wait")),
