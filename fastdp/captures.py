@@ -254,9 +254,19 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def under_way() -> bool:
-    """Whether the caller's current stream is being captured, by whomever."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+def under_way(devices: Sequence[torch.device] = ()) -> bool:
+    """Whether a current stream of the caller's is being captured, by whomever: that of the current
+    device, or of one of these GPUs."""
+    if not torch.cuda.is_initialized():
+        return False
+    return torch.cuda.is_current_stream_capturing() or any(map(_is_captured, devices))
+
+
+def _is_captured(device: torch.device) -> bool:
+    if _torch_compat.raw_stream(device.index) == 0:  # a default stream cannot be
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def reason_against(devices: Sequence[torch.device]) -> str:

@@ -148,7 +148,7 @@ class Runtime:
     def check_capture(self) -> None:
         """Raises RuntimeError where the caller captures a CUDA graph and there are several GPUs:
         it would break in the middle, and leave streams behind that nobody can use."""
-        if len(self._gpus) > 1 and captures.under_way():
+        if len(self._gpus) > 1 and captures.under_way(self._gpus):
             raise RuntimeError(
                 f"DataParallel on {len(self._gpus)} GPUs cannot run inside torch.cuda.graph, which "
                 'captures on one: use engine="graph", which records a graph for each replica'

@@ -7,6 +7,7 @@ import pytest
 import torch
 from engine_cases import WATCHED, Means
 from fastdp import _C, captures, lending, own_streams, recordings
+from fastdp.runtime import Runtime
 from torch import nn
 
 GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -252,3 +253,34 @@ def test_what_pools_hold_is_asked_of_torchs_usual_allocator_alone(monkeypatch):
     assert captures.CudaRecorder([GPU]).pool_bytes([(0, 1)]) == {OTHER: (8, 3)}
     backend = "cudaMallocAsync"
     assert captures.CudaRecorder([GPU]).pool_bytes([(0, 1)]) == {}
+
+
+@pytest.mark.parametrize("captured", [None, GPU, OTHER], ids=str)
+def test_a_capture_on_another_gpu_than_the_current_one_is_seen(monkeypatch, captured):
+    """Where the caller has changed the device inside of it."""
+    now, asked = [GPU], []
+
+    @contextlib.contextmanager
+    def device(which):
+        before, now[0] = now[0], which
+        yield
+        now[0] = before
+
+    def is_capturing():
+        asked.append(now[0])
+        return now[0] == captured
+
+    handles = {0: 0, 1: 7}
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
+    monkeypatch.setattr(captures._torch_compat, "raw_stream", handles.__getitem__)
+    runtime = Runtime(nn.Linear(2, 2), [GPU, OTHER], (1 << 20, "zero", None))
+    refused = pytest.raises(RuntimeError, match="on 2 GPUs cannot run inside torch.cuda.graph")
+    with contextlib.nullcontext() if captured is None else refused:
+        runtime.check_capture()
+    assert now == [GPU]
+    handles[1], asked[:] = 0, []
+    if captured != GPU:  # on a default stream there is no capture, and nobody asks
+        runtime.check_capture()
+        assert asked == [GPU]
