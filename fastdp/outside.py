@@ -1,6 +1,7 @@
 """Modules that a model holds without having registered them: in a list, in a dictionary, past
-`__setattr__`. `self.teacher = [teacher]` keeps a teacher's parameters out of the model's own, and the
-forward runs it all the same. A recording reads them where they were, and freezes what they decide.
+`__setattr__`. `self.teacher = [teacher]` keeps a teacher's parameters out of the model's own, and
+the forward runs it all the same. A recording reads them where they were, and freezes what they
+decide.
 """
 
 from __future__ import annotations

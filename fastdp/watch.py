@@ -4,8 +4,8 @@ A recorded step launches the kernels of one forward again and runs no Python. `W
 eager forward of the replicas, says why that would go wrong: the forward
 
 - changes what the replicas' modules hold: attributes, and lists, dictionaries and sets in them
-  (`_C.Snapshot` says how deep), also of modules that are not registered (outside.py). Writes into buffers, and into tensors on a GPU, are kernels and are
-  recorded;
+  (`_C.Snapshot` says how deep), also of modules that are not registered (outside.py). Writes into
+  buffers, and into tensors on a GPU, are kernels and are recorded;
 - draws from Python's `random`, NumPy's global generator, or torch's generator of the host;
 - prints, or makes log records (listeners.py says what is heard);
 - has hooks, on a module or on all of them, which would have to run at every step;

@@ -115,10 +115,10 @@ def accumulate(twin, rng):
 
 
 def look(twin, rng):
-    # torch's own replicas do not know of inference mode.
-    mode = rng.choice(
-        [torch.no_grad, torch.no_grad if twin.program.rival else torch.inference_mode]
-    )
+    # torch's own replicas do not know of inference mode; in it, the recorder's look makes torch
+    # compute recurrent nets in another way.
+    plain = twin.program.rival or any(isinstance(m, nn.GRU) for m in twin.net.modules())
+    mode = rng.choice([torch.no_grad, torch.no_grad if plain else torch.inference_mode])
     form = form_of(twin, rng)
     results = []
     with evaluating(twin, rng.random() < 0.5):
@@ -178,6 +178,8 @@ def one_by_one(twin, rng):
 
 
 def penalty(twin, rng):
+    if twin.program.rival:
+        return None  # another graph, and so another order of sums
     clear(twin, rng)
     inputs, output = called(twin, rng)
     wanted = [p for p in twin.net.parameters() if p.requires_grad][:3] + [inputs[0]]
@@ -226,6 +228,9 @@ def chained(twin, rng):
 def in_backward(twin, rng):
     """Parameters that are written as soon as they have their gradient."""
     clear(twin, rng)
+    places = [p.data_ptr() for p in twin.net.parameters() if p.numel()]
+    if len(set(places)) < len(places):
+        return None  # two in one memory: what the other's gradient is then, depends on the order
 
     def step(parameter):
         if parameter.grad is not None and not parameter.grad.is_sparse:

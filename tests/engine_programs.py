@@ -141,8 +141,9 @@ class Before:
     def __init__(self, twin):
         self.twin = twin
         net = twin.net
-        self.values = [(t, t.detach().clone()) for t in (*net.parameters(), *net.buffers())]
-        self.gradients = [(p, p.grad, copied(p.grad)) for p in net.parameters()]
+        tensors = (*net.parameters(), *net.buffers())
+        self.values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self.gradients = [(tensor, tensor.grad, copied(tensor.grad)) for tensor in tensors]
         self.optimizer = copy.deepcopy(twin.optimizer.state_dict())
         self.scaler = None if twin.scaler is None else twin.scaler.state_dict()
         self.lengths = len(twin.kept), len(twin.log)
@@ -152,8 +153,8 @@ class Before:
         twin = self.twin
         for tensor, value in self.values:
             tensor.data.copy_(value)
-        for parameter, gradient, value in self.gradients:
-            parameter.grad = gradient
+        for tensor, gradient, value in self.gradients:
+            tensor.grad = gradient
             if gradient is not None and not gradient.is_sparse:
                 gradient.data.copy_(value)
         twin.optimizer.load_state_dict(self.optimizer)

@@ -31,7 +31,7 @@ HOLDERS = {
 
 
 class Student(nn.Module):
-    """`teacher` is how the forward finds it: a property of the class, so that no attribute tells."""
+    """`teacher` is how the forward finds it: a property, so that no attribute tells."""
 
     def __init__(self, holder):
         super().__init__()
