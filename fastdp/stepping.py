@@ -16,6 +16,7 @@ from .phases import forward_phase, phase
 from .placement import tensors_of
 from .plans import check_home
 from .thread_state import end_casts
+from .workers import check_threads_run
 
 
 class Stepping:
@@ -59,6 +60,7 @@ class Stepping:
                 )
             runtime = None
             if len(self.device_ids) > 1:
+                check_threads_run()
                 runtime = self._fastdp_get_runtime()
                 runtime.check_capture()
             whole, obstacle = None, ""

@@ -124,7 +124,7 @@ class restored_defaults:
     def __exit__(self, *error: Any) -> None:
         torch.set_grad_enabled(self._grad)
         modes = _torch_compat.function_modes()
-        # A torch of 2025 cannot leave one of several devices.
+        # torch up to 2.9 cannot leave one of several devices.
         if modes != self._modes and sum(map(_is_device, modes)) < 2:
             torch.set_default_device(None)
             left = _torch_compat.function_modes()

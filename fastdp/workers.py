@@ -12,6 +12,7 @@ import _thread
 import atexit
 import ctypes
 import os
+import sys
 import threading
 import time
 import traceback
@@ -293,6 +294,13 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
+def check_threads_run() -> None:
+    """Raises RuntimeError where Python ends, in destructors: it has stopped the threads, and one
+    that is started then would be waited for for ever."""
+    if sys.is_finalizing():
+        raise RuntimeError("DataParallel cannot run while Python ends: its threads were stopped")
+
+
 def threads_are_green() -> bool:
     """Whether what Python takes for threads are greenlets of one thread (gevent, eventlet): one
     that a hand-off waits for would never run. Debuggers replace the function too, by threads."""
@@ -340,6 +348,7 @@ def _finished_jobs(
     if len(jobs) == 1:
         jobs[0].execute_here()
         return jobs
+    check_threads_run()
     pace = Pace.unhurried() if in_turn else teams.pace
     turns = _take_turns(pace, jobs) if in_turn or pace.takes_turns(devices) else []
     team = teams.take(len(jobs) - 1)

@@ -171,6 +171,28 @@ def raising(self, x):
     return x
 
 
+@row("I3", why="the end of a process")
+@pytest.mark.parametrize("call", ["dp(x)", "fastdp.parallel_apply([m, m], [x, x])"])
+def test_a_forward_in_a_destructor_when_python_ends_is_refused(call):
+    """The kept threads were stopped before, and no other starts."""
+    said = check(
+        f"""
+        dp, m = wrap(), nn.Linear(2, 2)
+        {call}
+
+        class Late:
+            def __del__(self, os=os, fastdp=fastdp, dp=dp, m=m, x=x):
+                try:
+                    {call}
+                except RuntimeError as error:
+                    os.write(1, str(error).encode())
+
+        late = Late()
+        """
+    )
+    assert said == "DataParallel cannot run while Python ends: its threads were stopped"
+
+
 @row("H7", why="mutant: fork")
 def test_a_child_forked_in_a_forward_ends_with_that_forward():
     """As where the thread was new. A forward that forks and returns in both processes is a mistake;
