@@ -179,7 +179,7 @@ def test_pinned_batches_after_one_in_a_captured_graph(fast):
     if fast.home.type == "cpu":
         pytest.skip("needs 1 GPU: the host has no graphs")
     if fast.gpus > 1:
-        pytest.skip("several GPUs are refused: see above")
+        pytest.skip("needs one GPU: several are refused, see above")
     module, plain = Net(), Net()
     dp = fast.wrap(module, 2)
     x = ints(4, 3).pin_memory()
