@@ -5,7 +5,7 @@ be baked in itself; and gradients reach only what the recording gives them back 
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Sequence, Set, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Sequence, Set, Tuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,17 +15,21 @@ from .signatures import NotRecordable
 
 
 class Reads(TorchDispatchMode):
-    """Around a replica's forward on `device`, which is given `known` tensors. Afterwards `held` are
-    the tensors of others that it read, `kept` those that it wrote, with what was in them.
+    """Around a replica's forward on `device`, which is given `known` tensors, of which `own` are the
+    module's. Afterwards `held` are the tensors of others that it read, `kept` those of others and
+    its own that it wrote, with what was in them.
 
     Raises:
         NotRecordable: in the forward, where it reads a tensor on another device, or on the host.
     """
 
-    def __init__(self, device: torch.device, known: List[torch.Tensor]) -> None:
+    def __init__(
+        self, device: torch.device, known: List[torch.Tensor], own: Iterable[torch.Tensor] = ()
+    ) -> None:
         super().__init__()
         self._device = device
         self._made: Set[int] = {_memory(tensor) for tensor in known}
+        self._own = {_memory(tensor) for tensor in own}
         self._held: Dict[int, torch.Tensor] = {}
         self.kept: List[Tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -38,14 +42,14 @@ class Reads(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         fresh = function is torch.ops.aten.lift_fresh.default  # of torch.tensor(...), just now
-        writes = function._schema.is_mutable or "batch_norm" in function._schema.name
         for tensor in find_tensors((args, kwargs)):
             if not fresh and tensor.layout == torch.strided and _memory(tensor) not in self._made:
                 self._note(tensor, function)
-                if writes:
-                    self.kept.append((tensor, tensor.detach().clone()))
             elif fresh:
                 self._made.add(_memory(tensor))
+        for tensor in _written(function, args, kwargs):
+            if _memory(tensor) in self._held or _memory(tensor) in self._own:
+                self.kept.append((tensor, tensor.detach().clone()))
         result = function(*args, **kwargs)
         for tensor in find_tensors((result,)):
             if tensor.layout == torch.strided and _memory(tensor) not in self._held:
@@ -75,6 +79,18 @@ class Reads(TorchDispatchMode):
                     "no parameter of its replica: they would be lost. Register it in the module, "
                     "and read it from self"
                 )
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """What an operator writes of its arguments. That of norms does not say so."""
+    schema = function._schema
+    if "batch_norm" in schema.name:
+        yield from find_tensors((args, kwargs))
+    elif schema.is_mutable:
+        for place, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                yield from find_tensors(given)
 
 
 def _leaves(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

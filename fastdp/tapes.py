@@ -159,7 +159,9 @@ class Tape:
     def forward_noting_reads(self) -> None:
         """As `forward`, for a warm-up: what it reads of others is kept alive from now on."""
         known = [*self.inputs, *self.module.parameters(), *self.module.buffers()]
-        reads = Reads(self.device, known)
+        # Of the module's own buffers the recording takes care, and of copies the next step.
+        own = self.module.parameters() if self.rank == 0 else ()
+        reads = Reads(self.device, known, own)
         self.kept = reads.kept
         with uncompiled(), saved_tensors_hooks(self._note_saved, lambda tensor: tensor), reads:
             self.forward()

@@ -158,3 +158,58 @@ def test_a_plain_attribute(means):
     train(twins, means)
     if len(set(means.ids)) == 1:
         assert [f["engine"] for f in twins.recorded.report()["forwards"]] == ["graph"]
+
+
+# What a forward writes of what it reads: once, as often as steps are taken.
+
+
+def decays(module, x):
+    module.lin.weight.data.mul_(0.9)
+    return module.lin(x)
+
+
+def clips(module, x):
+    with torch.no_grad():
+        module.lin.weight.add_(0.125).clamp_(-0.25, 0.25)
+        torch._foreach_mul_([module.lin.bias], 0.5)
+    return module.lin(x)
+
+
+def follows(module, x):
+    """As a key encoder's momentum."""
+    with torch.no_grad():
+        for mine, others in zip(module.key.parameters(), module.lin.parameters()):
+            mine.mul_(0.75).add_(others, alpha=0.25)
+    return module.lin(x) * module.key(x)
+
+
+def renormalizes(module, x):
+    norm = module.lin.weight.data.norm(dim=1, keepdim=True)
+    torch.div(module.lin.weight.data, norm, out=module.lin.weight.data)
+    return module.lin(x)
+
+
+def accumulates(module, x):
+    output = module.lin(x)
+    module.table.add_(output.detach().sum(0))
+    return output * module.table.clone()
+
+
+@pytest.mark.parametrize("forward", [decays, clips, follows, renormalizes])
+def test_parameters_that_a_forward_writes(means, forward):
+    """While it is recorded it runs more often, and what it writes is put back."""
+    module = Apply(forward)
+    module.key = nn.Linear(3, 2).double().requires_grad_(False)
+    twins = Twins(means, module, lr=1e-3)
+    train(twins, means, AHEAD + 3)
+    twins.ran(eager=AHEAD, graph=3)
+
+
+@pytest.mark.parametrize("means", ["gpu"], indirect=True)
+def test_a_plain_attribute_that_a_forward_writes(means):
+    module = Apply(accumulates)
+    module.table = torch.zeros(2, dtype=torch.float64, device=means.home)
+    twins = Twins(means, module, lr=1e-6)
+    train(twins, means, AHEAD + 3)
+    identical(*[dp.module.table for dp in twins.both])
+    twins.ran(eager=AHEAD, graph=3)
