@@ -226,15 +226,6 @@ def option(twin, rng):
         setattr(twin.dp, name, value)
 
 
-def swapped(twin, rng):
-    """Another tensor under the same name and the same object."""
-    target = a_parameter(twin, rng)[2]
-    twin.optimizer.zero_grad()
-    other = nn.Parameter(target.detach() * 0.9, target.requires_grad)
-    torch.utils.swap_tensors(target, other)
-    twin.optimize(rng)
-
-
 class Noted:
     """A hook that can be copied and pickled, and of which no copy is left on a copy of the model:
     it writes into the twin's log as long as that is the same twin."""
@@ -321,5 +312,4 @@ EDITS = {
     "gradient": (1, gradient),
     "engine": (0.5, engine),
     "option": (0.5, option),
-    "swapped": (0.5, swapped),
 }

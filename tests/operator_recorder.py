@@ -71,6 +71,8 @@ class _Noting(TorchDispatchMode):
         for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape):
             if tag in function.tags:
                 raise RuntimeError(f"{function}: not permitted while a stream is capturing")
+        if function is torch.ops.aten.lift_fresh.default:
+            self.pool.take(args[0])  # torch.tensor(...), just now
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         for tensor in given:
             self._meet(tensor)
