@@ -338,7 +338,7 @@ class Recording:
     def _join(self, column: Column) -> torch.Tensor:
         if not self._joined:
             return column.static[0].clone()
-        static = column.static
+        static = column.read()
         if column.joined is None:
             dim = self._dim % static[0].dim()
             shape = list(static[0].shape)

@@ -37,16 +37,25 @@ class Column:
         self.static: List[torch.Tensor] = []
         self.joined: Any = None  # shape, strides and dimension of what they are joined into
         self.cut: List[torch.Tensor] = []
+        self._is_lazy = False
 
     def settle(self, joined: bool) -> None:
         """After the captures: what is read and written at every step, free of autograd."""
         self.static = [tensor.detach() for tensor in self.live]
         self.cut = self.gradients
         self.live = []
+        self._is_lazy = any(t.is_conj() or t.is_neg() for t in self.static)
         if joined and all(tensor.dim() == 0 for tensor in self.static):
             # As gather joins numbers: into a vector.
             self.static = [tensor.view(1) for tensor in self.static]
             self.cut = [gradient.view(1) for gradient in self.gradients]
+
+
+    def read(self) -> List[torch.Tensor]:
+        """The replicas' tensors, as the core reads them: it sees memory only."""
+        if not self._is_lazy:
+            return self.static
+        return [tensor.resolve_conj().resolve_neg() for tensor in self.static]
 
 
 class Tape:

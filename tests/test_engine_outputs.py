@@ -278,6 +278,23 @@ class Wrapped:
         self.value = value
 
 
+LAZY = {
+    "conjugated": lambda h: h.conj(),
+    "negated": lambda h: h.conj().imag,
+    "both, among others": lambda h: (h, h.conj(), [h.conj().imag.detach(), h.sum().conj()]),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_outputs_that_are_lazily_conjugated_or_negated(means, name):
+    module = Apply(lambda m, x: LAZY[name](torch.complex(m.lin(x), m.lin(2 * x))))
+    twins = Twins(means, module, lr=1e-4)
+    for seed in range(AHEAD + 3):
+        twins.step(noise(means, 6, 3, seed=seed))
+        twins.look(noise(means, 6, 3, seed=seed))
+    twins.ran(eager=2 * AHEAD, graph=6)
+
+
 @pytest.mark.parametrize("means", ["cpu", "gpu"], indirect=True)
 def test_an_output_of_a_class_of_its_own(means):
     """A module alone may return anything: eager steps give it as it is, recorded ones cannot."""
