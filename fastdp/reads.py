@@ -15,9 +15,9 @@ from .signatures import NotRecordable
 
 
 class Reads(TorchDispatchMode):
-    """Around a replica's forward on `device`, which is given `known` tensors, of which `own` are the
-    module's. Afterwards `held` are the tensors of others that it read, `kept` those of others and
-    its own that it wrote, with what was in them.
+    """Around a replica's forward on `device`, which is given `known` tensors; `own` are those of
+    the module itself. Afterwards `held` are the tensors of others that it read, `kept` those of
+    others and its own that it wrote, with what was in them.
 
     Raises:
         NotRecordable: in the forward, where it reads a tensor on another device, or on the host.
