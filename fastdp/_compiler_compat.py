@@ -7,6 +7,7 @@ None of these is imported before something is to be compiled: it takes seconds.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import logging
 import os
@@ -41,7 +42,7 @@ def reason_against() -> str:
         return f"torch.compile does not work here: {error}"
     major, minor = torch.__version__.split(".")[:2]
     if (int(major), int(minor)) < (2, 5):
-        return f"torch {torch.__version__} compiles each replica for itself; 2.5 does not"
+        return f"torch {torch.__version__} compiles each replica for itself; compile= needs 2.5"
     return ""
 
 
@@ -186,20 +187,28 @@ def _nothing_donated() -> Iterator[None]:
     """A graph that was kept may go backward again, as that of plain replicas: so its backward must
     not use up what was saved for it. torch's own setting is asked when the backward runs, too, and
     then refuses what was compiled while it was off."""
-    try:
-        from torch._functorch._aot_autograd import graph_compile
-    except ImportError:  # an older torch, whose backward then says so itself
+    name = "collect_bw_donated_buffer_idxs"
+    place = _place_of(name)
+    if place is None:  # another torch, whose backward then says so itself
         yield
         return
-    name = "collect_bw_donated_buffer_idxs"
-    collect = getattr(graph_compile, name, None)
-    if collect is not None:
-        setattr(graph_compile, name, lambda *args, **kwargs: [])
+    collect = getattr(place, name)
+    setattr(place, name, lambda *args, **kwargs: [])
     try:
         yield
     finally:
-        if collect is not None:
-            setattr(graph_compile, name, collect)
+        setattr(place, name, collect)
+
+
+def _place_of(name: str) -> Any:
+    """The module of AOTAutograd that calls the function of that name; torch 2.6 has it in the
+    second."""
+    for part in ("graph_compile", "jit_compile_runtime_wrappers"):
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(f"torch._functorch._aot_autograd.{part}")
+            if hasattr(module, name):
+                return module
+    return None
 
 
 # Inductor: what makes code.

@@ -82,6 +82,7 @@ SHARED = {
     "_version": "a tensor's count of writes in place",
     "_python_dispatch": "where torch keeps the class of dispatch modes",
     "_subclasses": "where torch keeps fake tensors, on which a step's memory is estimated",
+    "_schema": "of an operator: which of its arguments it writes to",
     "_native_multi_head_attention": "an operator, whose memory is estimated step by step",
     "_transformer_encoder_layer_fwd": "an operator, whose memory is estimated step by step",
     "_is_param": "what makes isinstance(..., nn.Parameter) true of a tensor of another class",
@@ -375,9 +376,7 @@ def on_device(device: torch.device) -> ContextManager[Any]:
 
 
 def log_use(name: str) -> None:
-    log_once = getattr(torch._C, "_log_api_usage_once", None)
-    if log_once is not None:
-        log_once(name)
+    getattr(torch._C, "_log_api_usage_once", str)(name)
 
 
 def check_balance(indices: Any) -> None:

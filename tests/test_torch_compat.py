@@ -76,6 +76,7 @@ def modules_that_have_them():
         torch.eye(2).to_sparse(),
         torch.optim.SGD(linear.parameters()),
         torch.autograd.Function,
+        torch.ops.aten.add.Tensor,
         torch.utils,
         torch,
     ]
@@ -277,3 +278,14 @@ def test_slots_with_lost_strides_are_tensors_like_the_others(monkeypatch):
         assert slots[1]._base is None
         flat.zero_()
     assert type(slots[1]) is nn.Parameter
+
+
+def test_a_compiler_of_2_4_is_left_alone_and_named(monkeypatch, caplog):
+    """It would compile each replica for itself, at each step anew."""
+    monkeypatch.setattr(torch, "__version__", "2.4.1+cpu")
+    assert "torch 2.4.1+cpu compiles each replica for itself" in _compiler_compat.reason_against()
+    dp = fastdp.DataParallel(nn.Linear(3, 2), ["cpu"] * 2, compile=True)
+    x = torch.ones(4, 3)
+    assert torch.equal(dp(x), dp.module(x))
+    assert dp.report()["compiled"]["reasons"] == [_compiler_compat.reason_against()]
+    assert "replicas run uncompiled: torch 2.4.1+cpu compiles each" in caplog.text
