@@ -21,7 +21,7 @@ def loss_of(twin, output, rng):
     if len(found) > 1 and not twin.program.fixed_loss and rng.random() < 0.3:
         found = rng.sample(found, rng.randint(1, len(found) - 1))
     weight = rng.choice([1.0, 0.5])
-    return sum((t.square() * weight).sum().to(torch.float64) for t in found)
+    return sum((t.abs().square() * weight).sum().to(torch.float64) for t in found)
 
 
 def form_of(twin, rng):

@@ -8,7 +8,7 @@ import pickle
 import types
 
 import torch
-from engine_nets import Layer, Lean, Reads
+from engine_blocks import Holds, Layer, Lean, Reads
 from torch import nn
 
 
@@ -158,6 +158,7 @@ def mode(twin, rng):
 
 def attribute(twin, rng):
     found = [m for m in twin.net.modules() if isinstance(m, (Reads, Layer, Lean))]
+    found += [m.held[0] for m in twin.net.modules() if isinstance(m, Holds)]
     norms = [m for m in twin.net.modules() if isinstance(m, nn.BatchNorm1d)]
     if norms and (not found or rng.random() < 0.3):
         norm = rng.choice(norms)

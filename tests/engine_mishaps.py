@@ -8,8 +8,8 @@ import threading
 
 import torch
 from engine_actions import called, clear, differentiable, evaluating, learned, loss_of
+from engine_blocks import Counts, Follows, Rebinds
 from engine_cases import tensors
-from engine_nets import Counts, Rebinds
 
 
 def written_outputs(twin, rng):
@@ -96,9 +96,25 @@ def under_modes(twin, rng):
     return results
 
 
+def under_autocast(twin, rng):
+    """Some steps, their backward outside of it."""
+    if twin.replicas == 1:
+        return None  # where one output is made of another, eager sums gradients in another order
+    clear(twin, rng)
+    results = []
+    for _ in range(rng.randint(1, 5)):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=rng.random() < 0.8):
+            output = called(twin, rng, twin.program.forms[0])[1]
+        results.append(output)
+        if learned(output):
+            loss_of(twin, output, rng).backward()
+            twin.optimizer.step()
+    return results
+
+
 def threads(twin, rng):
     """Two at once, without gradients and without writes of what they share."""
-    if any(isinstance(module, (Counts, Rebinds)) for module in twin.net.modules()):
+    if any(isinstance(module, (Counts, Follows, Rebinds)) for module in twin.net.modules()):
         return None
     form, seeds, found = twin.program.forms[0], [rng.randrange(10**6) for _ in range(2)], {}
 
@@ -167,6 +183,7 @@ MISHAPS = {
     "written inputs": (2, written_inputs),
     "written between": (4, written_between),
     "under modes": (2, under_modes),
+    "under autocast": (2, under_autocast),
     "threads": (1, threads),
     "failing": (1, failing),
     "failing backward": (2, failing_backward),

@@ -18,8 +18,9 @@ from typing import Any
 
 import oracle
 import torch
+from engine_blocks import WIDTH, WORDS
 from engine_cases import tensors
-from engine_nets import WIDTH, WORDS, net_of
+from engine_nets import net_of
 from operator_recorder import OperatorRecorder
 
 import fastdp
