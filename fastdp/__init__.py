@@ -9,7 +9,14 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-import torch  # noqa: F401  (first: the core finds its libraries through torch's)
+import torch  # first: the core finds its libraries through torch's
+
+_OLDEST = (2, 4)
+if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
+    raise ImportError(
+        f"fastdp needs torch 2.4 or newer, and this is torch {torch.__version__}: "
+        "pip install 'torch>=2.4'"
+    )
 
 if importlib.util.find_spec("fastdp._C") is None:
     # Else Python blames a circular import.

@@ -4,6 +4,8 @@ is there in this torch. A torch without them: test_torch_lacking.py."""
 import ast
 import pathlib
 import re
+import subprocess
+import sys
 import types
 
 import pytest
@@ -212,6 +214,27 @@ def test_the_scan_sees_a_private_name(tmp_path):
         "getattr(torch, '_three')\nx.__four__\nx['torch._five'].six\n"
     )
     assert set(private_names(file)) == {"_utils", "_prims", "_one", "_two", "_three", "_five"}
+
+
+# Which torch.
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.3.1+cpu", "2.4.0", "2.10.0a0+git1234", "3.0"])
+def test_a_torch_that_is_too_old_is_refused_at_import(version):
+    code = f"import torch; torch.__version__ = {version!r}; import fastdp; print('imported')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if version in ("1.13.1", "2.3.1+cpu"):
+        text = f"ImportError: fastdp needs torch 2.4 or newer, and this is torch {version}: "
+        assert done.returncode == 1 and text in done.stderr
+    else:
+        assert (done.returncode, done.stdout) == (0, "imported\n"), done.stderr
+
+
+def test_the_oldest_torch_is_that_of_the_package():
+    """Told in three places."""
+    found = (PACKAGE.parent / "pyproject.toml").read_text()
+    assert 'dependencies = ["torch>=2.4"]' in found and fastdp._OLDEST == (2, 4)
+    assert "A torch of 2.4 or newer" in (PACKAGE.parent / "README.md").read_text()
 
 
 # What crosses by DLPack.
