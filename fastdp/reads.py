@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .cuts import find_tensors
 from .signatures import NotRecordable
+from .versions import memory_of, nodes_below
 
 
 class Reads(TorchDispatchMode):
@@ -28,8 +29,8 @@ class Reads(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._device = device
-        self._made: Set[int] = {_memory(tensor) for tensor in known}
-        self._own = {_memory(tensor) for tensor in own}
+        self._made: Set[int] = {memory_of(tensor) for tensor in known}
+        self._own = {memory_of(tensor) for tensor in own}
         self._held: Dict[int, torch.Tensor] = {}
         self.kept: List[Tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -43,17 +44,17 @@ class Reads(TorchDispatchMode):
         kwargs = kwargs or {}
         fresh = function is torch.ops.aten.lift_fresh.default  # of torch.tensor(...), just now
         for tensor in find_tensors((args, kwargs)):
-            if not fresh and tensor.layout == torch.strided and _memory(tensor) not in self._made:
+            if not fresh and tensor.layout == torch.strided and memory_of(tensor) not in self._made:
                 self._note(tensor, function)
             elif fresh:
-                self._made.add(_memory(tensor))
+                self._made.add(memory_of(tensor))
         for tensor in _written(function, args, kwargs):
-            if _memory(tensor) in self._held or _memory(tensor) in self._own:
+            if memory_of(tensor) in self._held or memory_of(tensor) in self._own:
                 self.kept.append((tensor, tensor.detach().clone()))
         result = function(*args, **kwargs)
         for tensor in find_tensors((result,)):
-            if tensor.layout == torch.strided and _memory(tensor) not in self._held:
-                self._made.add(_memory(tensor))
+            if tensor.layout == torch.strided and memory_of(tensor) not in self._held:
+                self._made.add(memory_of(tensor))
         return result
 
     def _note(self, tensor: torch.Tensor, function: Any) -> None:
@@ -62,7 +63,7 @@ class Reads(TorchDispatchMode):
                 f"{function} reads a tensor of shape {tuple(tensor.shape)} on {tensor.device} that "
                 "is no argument, parameter or buffer: its value would be frozen"
             )
-        self._held[_memory(tensor)] = tensor
+        self._held[memory_of(tensor)] = tensor
 
     def check_leaves(self, outputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
         """After the forward.
@@ -72,7 +73,7 @@ class Reads(TorchDispatchMode):
                 work: nobody would get its gradient.
         """
         for leaf in _leaves(outputs):
-            stranger = isinstance(leaf, torch.nn.Parameter) or _memory(leaf) not in self._made
+            stranger = isinstance(leaf, torch.nn.Parameter) or memory_of(leaf) not in self._made
             if stranger and all(leaf is not known for known in own):
                 raise NotRecordable(
                     f"it reads a tensor of shape {tuple(leaf.shape)} that needs gradients and is "
@@ -95,22 +96,7 @@ def _written(function: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 def _leaves(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The leaves of autograd's graph below these."""
-    nodes = []
-    for tensor in outputs:
-        if tensor.grad_fn is not None:
-            nodes.append(tensor.grad_fn)
-        elif tensor.requires_grad:
-            yield tensor
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
+    yield from (t for t in outputs if t.grad_fn is None and t.requires_grad)
+    for node in nodes_below(outputs):
         if node.name() == "torch::autograd::AccumulateGrad":
             yield node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, List, Optional, Sequence, Set, Tuple
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from . import _torch_compat, signatures
 from .buckets import Bucket, is_sparse, resolved
@@ -15,7 +14,7 @@ from .readiness import uncompiled
 from .reads import Reads
 from .signatures import NotRecordable
 from .streams import current_stream
-from .versions import memory_of
+from .versions import saved_below
 
 Tensors = Tuple[torch.Tensor, ...]
 
@@ -172,20 +171,16 @@ class Tape:
         own = self.module.parameters() if self.rank == 0 else ()
         reads = Reads(self.device, known, own)
         self.kept = reads.kept
-        with uncompiled(), saved_tensors_hooks(self._note_saved, lambda tensor: tensor), reads:
+        with uncompiled(), reads:
             self.forward()
         self.held, self.reads = reads.held, reads
-
-    def _note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout == torch.strided:
-            self.saved.add(memory_of(tensor))
-        return tensor
 
     def backward(self, columns: Sequence[Column], keep: bool) -> None:
         """From the gradients of these columns. `keep`: another backward is to follow."""
         outputs = [column.live[self.rank] for column in columns]
         if self.reads is not None:
             self.reads.check_leaves(outputs, self.anchors + self.leaves)
+            self.saved |= saved_below(outputs)
             self.reads = None if not keep else self.reads
         self.present = [None] * len(self.present)
         self.made = [None] * len(self.made)

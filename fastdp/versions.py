@@ -5,7 +5,7 @@ kernels, which torch does not count, and what its backward reads was saved when 
 
 from __future__ import annotations
 
-from typing import List, Sequence, Set, Tuple
+from typing import Any, Iterator, List, Sequence, Set, Tuple
 
 import torch
 
@@ -77,6 +77,42 @@ def storages_of(tensors: Tensors) -> Tuple[torch.UntypedStorage, ...]:
 
 def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def nodes_below(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Of autograd's graph, each once."""
+    nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+
+
+def saved_below(outputs: Sequence[torch.Tensor]) -> Set[int]:
+    """The addresses of what is saved for their backward, but for what hooks take elsewhere: what
+    checkpointing computes again reads what is there then. From now on these are not checked for
+    writes: only for a backward of a warm-up."""
+    found: Set[int] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout == torch.strided:
+            found.add(memory_of(tensor))
+        return tensor
+
+    for node in nodes_below(outputs):
+        for name in dir(node):
+            saved = getattr(node, name) if name.startswith("_raw_saved_") else ()
+            for each in saved if isinstance(saved, (tuple, list)) else (saved,):
+                try:
+                    # Its first hook is called at once; where there is one already, this raises.
+                    each.register_hooks(note, lambda tensor: tensor)
+                except (AttributeError, RuntimeError):  # the former: nothing was saved
+                    continue
+    return found
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -164,6 +164,27 @@ def test_statistics_that_are_written_before_the_backward(means):
     twins.check_gradients()
 
 
+class Slopes(nn.Module):
+    """A torch.func transform inside, which allows no hooks of saved tensors around it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        slope = torch.func.grad(lambda y: torch.tanh(self.linear(y)).sum())(x)
+        return self.linear(x + slope.detach()) * self.scale
+
+
+def test_a_transform_inside_of_a_forward(means):
+    twins = twins_of(means, Slopes(), optimizer=False)
+    twins.means = means
+    assert graph_steps(twins) == 1
+    assert raised(twins, lambda dp: dp.module.scale.add_(1)) == [True, True]
+
+
 class Partly(nn.Module):
     def __init__(self):
         super().__init__()

@@ -14,7 +14,7 @@ from engine_mishaps import MISHAPS
 from engine_programs import Program
 
 ACTIONS = {**STEPS, **MISHAPS, **EDITS}
-PARTS, PROGRAMS = 3, 15
+PARTS, PROGRAMS = 3, 12
 
 
 def replayed(seed):
