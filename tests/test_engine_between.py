@@ -50,8 +50,8 @@ def test_parameters_that_get_other_memory_before_the_backward(means):
 
 
 def test_former_memory_of_parameters_goes_with_the_next_forward(means):
-    """Else code that binds new memory at each step would have it in ever new places, and be recorded
-    over and over."""
+    """Else code that binds new memory at each step would have it in ever new places, and be
+    recorded over and over."""
     twins = twins_of(means, layers(), optimizer=False)
     before = graph_steps(twins)
     places = [[p.data for p in dp.parameters()] for dp in twins.both]
@@ -120,7 +120,7 @@ def looks(means):
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "eager"])
 @pytest.mark.parametrize("writes", [True, False], ids=["needed", "not needed"])
 def test_a_forward_in_between_writes_a_buffer(means, writes, recorded):
-    """Whether that one is recorded or not: the first one's backward would read what is there now."""
+    """Whether that one is recorded or not: the first's backward would read what is there now."""
     twins = twins_of(means, Masked(writes), engine="auto", steps=9, optimizer=False)
     twins.means = means
     for seed in range(9 if recorded else 0):
