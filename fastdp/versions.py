@@ -57,7 +57,8 @@ class Versions:
                     "one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: {name} of the module, of shape "
                     f"{list(tensor.shape)}, is at version {tensor._version}; expected version "
-                    f"{version} instead. Call backward before {_WRITES[place < self._count]}"
+                    f"{version} instead. Call backward before what writes it, such as the "
+                    "optimizer's step or another forward"
                 )
 
     def _watched(self, tensors: Tensors) -> Sequence[torch.Tensor]:
@@ -65,9 +66,6 @@ class Versions:
         if not self._saved:
             return parameters
         return [*parameters, *[tensors[place] for place in self._saved]]
-
-
-_WRITES = {True: "the optimizer's step", False: "what writes it, such as another forward"}
 
 
 def storages_of(tensors: Tensors) -> Tuple[torch.UntypedStorage, ...]:

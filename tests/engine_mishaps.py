@@ -96,6 +96,28 @@ def under_modes(twin, rng):
     return results
 
 
+def averages(twin, rng):
+    """Other weights for an evaluation, and back: between steps, or between a forward and its
+    backward."""
+    clear(twin, rng)
+    parameters = list(twin.net.parameters())
+    own = [parameter.data for parameter in parameters]
+    others = [data * 0.5 for data in own]
+    results = []
+    for _ in range(rng.randint(1, 4)):
+        output = called(twin, rng, twin.program.forms[0])[1] if rng.random() < 0.5 else None
+        for parameter, data in zip(parameters, others):
+            parameter.data = data
+        with torch.no_grad():
+            results.append(called(twin, rng, twin.program.forms[0])[1])
+        for parameter, data in zip(parameters, own):
+            parameter.data = data
+        if output is not None and learned(output):
+            loss_of(twin, output, rng).backward()
+        results.append(output)
+    return results
+
+
 def under_autocast(twin, rng):
     """Some steps, their backward outside of it."""
     if twin.replicas == 1:
@@ -183,6 +205,7 @@ MISHAPS = {
     "written inputs": (2, written_inputs),
     "written between": (4, written_between),
     "under modes": (2, under_modes),
+    "averages": (2, averages),
     "under autocast": (2, under_autocast),
     "threads": (1, threads),
     "failing": (1, failing),
