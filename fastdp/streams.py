@@ -266,11 +266,11 @@ class Communication:
     def in_backward(
         self, snapshot: Optional[Snapshot], gradients: Any, spreads: bool = False
     ) -> ContextManager[Any]:
-        """Around the moves in a broadcast's or, where what comes of it `spreads` over all devices,
-        a reduction's backward. Beside compute, the node's
-        stream is home's communication stream; the others become current. All wait for the forward's
-        compute streams, which made the gradients, and for whatever the engine has ordered before
-        this node; in the end the node's stream waits for the others."""
+        """Around the moves in a broadcast's backward, or in a reduction's, which `spreads` over all
+        devices. Beside compute, the node's stream is home's communication stream; the others become
+        current. All wait for the forward's compute streams, which made the gradients, and for
+        whatever the engine has ordered before this node; in the end the node's stream waits for the
+        others."""
         if snapshot is None:
             return _NOTHING
         if not self.apart:

@@ -120,9 +120,9 @@ def _patch_communication(patch, way):
         mark(self, bucket)
 
     @contextlib.contextmanager
-    def late_in_backward(self, snapshot, gradients):
+    def late_in_backward(self, *rest, **options):
         way.segment()
-        with in_backward(self, snapshot, gradients):
+        with in_backward(self, *rest, **options):
             way.segment()
             yield
             way.segment()
