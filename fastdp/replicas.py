@@ -317,8 +317,7 @@ class Replicator:
         """What the moves run on, and how large the first parameter's bucket and the others may be,
         where the limit is the default. Beside compute only that bucket is not hidden: the forward
         waits for it, and a backward mostly completes it last. In line nothing is gained by more
-        buckets than one, but each holds its gradients until all are there: on one device those of
-        several replicas."""
+        buckets than one; but on one device it would hold the gradients of several replicas."""
         limit_bytes = self._bucket_bytes
         dense = [tensor for tensor in tensors if not is_sparse(tensor)]
         if is_worth_hiding(dense, devices, self._transport):

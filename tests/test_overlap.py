@@ -152,8 +152,8 @@ def test_the_table_of_the_core_knows_it():
 
 @pytest.mark.parametrize("limit", [DEFAULT_BUCKET_BYTES, 1000])
 def test_the_way_of_a_plan(rates, monkeypatch, limit):
-    """In line all travels in one bucket, or on one device in large ones, beside compute the first is
-    small, unless somebody asked for another size."""
+    """In line all travels in one bucket, or on one device in large ones; beside compute the first
+    is small; unless somebody asked for another size."""
     module = torch.nn.Linear(1, 1)
     replicator = replicas.Replicator(module, GPUS[:2], limit, "zero")
     size = 3 * DEFAULT_BUCKET_BYTES
