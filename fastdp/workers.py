@@ -304,7 +304,8 @@ def check_threads_run() -> None:
 def threads_are_green() -> bool:
     """Whether what Python takes for threads are greenlets of one thread (gevent, eventlet): one
     that a hand-off waits for would never run. Debuggers replace the function too, by threads."""
-    return _thread.start_new_thread.__module__.startswith(("gevent.", "eventlet."))
+    home = str(getattr(_thread.start_new_thread, "__module__", ""))
+    return home.startswith(("gevent.", "eventlet."))
 
 
 def run_jobs(
