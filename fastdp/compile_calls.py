@@ -88,14 +88,26 @@ def _name(key: Any) -> Hashable:
     return key if isinstance(key, (str, int)) else type(key)
 
 
+def buffers_meet(module: nn.Module) -> bool:
+    """Whether some of the module's buffers share memory with each other or with parameters."""
+    buffers = list(module.buffers())
+    return bool(buffers) and _overlaps([*buffers, *module.parameters()]) is not None
+
+
 class State:
-    """Buffers and random numbers as they are, to be put back if a call fails that has begun."""
+    """Buffers and random numbers as they are, to be put back if a call fails that has begun.
+    Parameters are too large to be kept for that; whether the call wrote any can be told."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        counted = [p for p in module.parameters() if not p.is_inference()]
+        self._parameters = [(parameter, parameter._version) for parameter in counted]
         self._device = device if device.type == "cuda" else None
         self._host = torch.get_rng_state()
         self._gpu = torch.cuda.get_rng_state(device) if self._device else None
+
+    def parameters_written(self) -> bool:
+        return any(parameter._version != before for parameter, before in self._parameters)
 
     def restore(self) -> None:
         for buffer, value in self._buffers:

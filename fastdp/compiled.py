@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from . import _compiler_compat, _torch_compat, captures, readiness
-from .compile_calls import Arguments, State
+from .compile_calls import Arguments, State, buffers_meet
 from .compile_forms import MISSED, Family
 from .compile_options import CompileOptions, is_compiled_module
 from .compile_plain import plainly
@@ -128,6 +128,10 @@ class Compiled:
         """The output, of what is compiled now; without a compiler's help where it fails, unless the
         user has said that all of it must be compiled."""
         where.wait()
+        if len(self._devices) > 1 and buffers_meet(module):
+            # In the other replicas they lie apart, which what is compiled here does not ask.
+            self._note(family.give_up("buffers that share memory"))
+            return plainly(where, module, arguments.args, arguments.kwargs)
         with self._lock, _Progress(where.device):
             for form in family.forms_to_try(arguments.sizes, where.device):
                 state = State(module, where.device)
@@ -136,6 +140,9 @@ class Compiled:
                 except Exception as error:
                     state.restore()
                     if self.options.fullgraph:
+                        raise
+                    if state.parameters_written():  # to run it again would write them twice
+                        family.forgive()
                         raise
                     family.failed(form, error)
                     continue
