@@ -20,6 +20,7 @@ class CompileOptions:
     """A compiler and how it is asked. `reason` says why there is none, or is ""."""
 
     def __init__(self, given: Dict[str, Any]) -> None:
+        self._given = dict(given)
         self.dynamic: Optional[bool] = given.get("dynamic")
         self.fullgraph = bool(given.get("fullgraph"))
         self.reason = _compiler_compat.reason_against()
@@ -42,6 +43,13 @@ class CompileOptions:
         named = {"mode": mode, "options": settings}
         kwargs = {name: value for name, value in named.items() if value}
         self._backend = lambda graph, inputs: found(graph, inputs, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> CompileOptions:
+        return self  # nobody changes it
+
+    def __reduce__(self) -> Any:
+        """Where it is unpickled, the compiler is looked up anew."""
+        return CompileOptions, (self._given,)
 
     def compile(self, graph: Any, inputs: Sequence[Any], inner: Any = None) -> Callable[..., Any]:
         """What runs `graph`, an fx.GraphModule whose output is a tuple, on inputs like these. The

@@ -3,7 +3,9 @@
 
 import copy
 import importlib
+import io
 import logging
+import pickle
 
 import fastdp
 import pytest
@@ -224,3 +226,27 @@ def test_a_forward_of_which_nothing_is_compiled_runs_uncompiled(fast):
         twins.step(twins.rows(6, 12).view(6, 3, 4))
     assert len(twins.reasons) == 1 and "LSTM" in twins.reasons[0]
     assert twins.forms == []
+
+
+def through(graph, inputs):
+    return graph
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", through], ids=["name", "function"])
+@pytest.mark.parametrize("way", ["pickle", "torch.save", "copy"])
+def test_a_wrapper_that_was_saved_compiles_as_before(fast, backend, way):
+    dp = fast.wrap(Net().double(), 2, compile={"backend": backend, "dynamic": False})
+    x = torch.ones(6, 4, dtype=torch.float64, device=fast.home)
+    want = dp(x)
+    if way == "pickle":
+        again = pickle.loads(pickle.dumps(dp))
+    elif way == "copy":
+        again = copy.deepcopy(dp)
+    else:
+        file = io.BytesIO()
+        torch.save(dp, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+    torch.testing.assert_close(again(x), want, rtol=0, atol=1e-12)
+    assert again._fastdp_compiled.count == count_for(fast, 2)
+    assert again._fastdp_compile.dynamic is False
