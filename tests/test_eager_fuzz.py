@@ -1,12 +1,14 @@
 """Programs at random on eager wrappers: models (eager_nets.py) trained, changed and misused
 (eager_actions.py) by fastdp's and by torch's own wrapper, which must stay equal to the bit
-(eager_programs.py). A failure names its seed; `replayed(seed)` below is how to look at one.
+(eager_programs.py); and on compiled replicas beside plain ones (compiled_programs.py). A failure
+names its seed; `replayed(seed)` below is how to look at one.
 `--long` runs 60 programs for each one of the short form."""
 
 import gc
 
 import pytest
 import torch
+from compiled_programs import CompiledProgram
 from eager_actions import ACTIONS, age
 from eager_programs import Program
 from engine_cases import settings
@@ -45,6 +47,20 @@ def test_programs(part, still, request):
     count = PROGRAMS * (60 if request.config.getoption("--long") else 1)
     acts = [len(replayed(seed).trace) for seed in range(part, PARTS * count, PARTS)]
     assert sum(acts) > 10 * count, acts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["eager", "auto"])
+def test_compiled_programs(engine, still, fresh_compiler, request):
+    count, acts, compiled = 25 if request.config.getoption("--long") else 2, 0, 0
+    for seed in range(count):
+        torch._dynamo.reset()
+        age()
+        program = CompiledProgram(seed, ACTIONS, engine)
+        program.run(program.rng.randint(6, 12))
+        acts += len(program.trace)
+        compiled += program.count()
+    assert acts > 4 * count and compiled, (acts, compiled)
 
 
 def test_a_wrong_number_would_be_found(still, monkeypatch):
