@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import threading
 
 import oracle
 import torch
@@ -15,7 +14,7 @@ from engine_actions import STEPS, called, clear, form_of, learned, loss_of
 from engine_blocks import WIDTH, Follows, Layer
 from engine_cases import tensors
 from engine_edits import EDITS, Noted
-from engine_mishaps import MISHAPS
+from engine_mishaps import MISHAPS, on_threads
 from engine_nets import Named
 from torch import nn
 
@@ -292,35 +291,19 @@ def threads_asking(side, rng):
         return None
     if len(side.dp.device_ids) == 1:  # the module itself, which hooks write
         return None
-    form, seeds, found = side.program.forms[0], [rng.randrange(10**6) for _ in range(2)], {}
+    form, seeds = side.program.forms[0], [rng.randrange(10**6) for _ in range(2)]
 
     def ask(seed):
-        try:
-            age()
-            inputs, named = form.arguments(side, seed)
-            output = side.dp(*inputs, **named)
-            asked = [p for p in side.net.parameters() if p.requires_grad]
-            found[seed] = output
-            if learned(output) and asked:
-                total = sum(t.sum().double() for t in tensors(output) if t.requires_grad)
-                found[seed] = (
-                    output,
-                    torch.autograd.grad(
-                        total.abs(), asked, allow_unused=True, materialize_grads=True
-                    ),
-                )
-        except Exception as error:
-            found[seed] = error
+        age()
+        inputs, named = form.arguments(side, seed)
+        output = side.dp(*inputs, **named)
+        asked = [p for p in side.net.parameters() if p.requires_grad]
+        if not learned(output) or not asked:
+            return output
+        total = sum(t.sum().double() for t in tensors(output) if t.requires_grad).abs()
+        return output, torch.autograd.grad(total, asked, allow_unused=True, materialize_grads=True)
 
-    started = [threading.Thread(target=ask, args=(seed,)) for seed in seeds]
-    for thread in started:
-        thread.start()
-    for thread in started:
-        thread.join()
-    for seed in seeds:
-        if isinstance(found[seed], Exception):
-            raise found[seed]
-    return [found[seed] for seed in seeds]
+    return on_threads(ask, seeds)
 
 
 def clipped(side, rng):

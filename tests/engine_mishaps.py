@@ -134,31 +134,40 @@ def under_autocast(twin, rng):
     return results
 
 
-def threads(twin, rng):
-    """Two at once, without gradients and without writes of what they share."""
-    if any(isinstance(module, (Counts, Follows, Rebinds)) for module in twin.net.modules()):
-        return None
-    form, seeds, found = twin.program.forms[0], [rng.randrange(10**6) for _ in range(2)], {}
+def on_threads(act, seeds):
+    """What `act(seed)` gives on a thread for each; the first error is raised."""
+    found = {}
 
-    def look_at(seed):
-        inputs, named = form.arguments(twin, seed)
+    def run(seed):
         try:
-            with torch.no_grad():
-                for _ in range(3):
-                    found[seed] = twin.dp(*inputs, **named)
+            found[seed] = act(seed)
         except Exception as error:
             found[seed] = error
 
-    with evaluating(twin):
-        started = [threading.Thread(target=look_at, args=(seed,)) for seed in seeds]
-        for thread in started:
-            thread.start()
-        for thread in started:
-            thread.join()
+    started = [threading.Thread(target=run, args=(seed,)) for seed in seeds]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
     for seed in seeds:
         if isinstance(found[seed], Exception):
             raise found[seed]
     return [found[seed] for seed in seeds]
+
+
+def threads(twin, rng):
+    """Two at once, without gradients and without writes of what they share."""
+    if any(isinstance(module, (Counts, Follows, Rebinds)) for module in twin.net.modules()):
+        return None
+    form, seeds = twin.program.forms[0], [rng.randrange(10**6) for _ in range(2)]
+
+    def look_at(seed):
+        inputs, named = form.arguments(twin, seed)
+        with torch.no_grad():
+            return [twin.dp(*inputs, **named) for _ in range(3)][-1]
+
+    with evaluating(twin):
+        return on_threads(look_at, seeds)
 
 
 def failing(twin, rng):
