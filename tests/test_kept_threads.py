@@ -201,11 +201,17 @@ def test_a_child_forked_in_a_forward_ends_with_that_forward():
         """
         class Forks(Timed):
             def forward(self, x):
-                if x[0, 0] == 1:
-                    children.append(os.fork())
+                if x[0, 0] != 1:
+                    forked.wait(60)  # a child has for ever what locks others held: none
+                elif not children:
+                    child = os.fork()
+                    if child == 0:
+                        return x
+                    children.append(child)
+                    forked.set()
                 return self.lin(x)
 
-        children = []
+        children, forked = [], threading.Event()
         dp = fastdp.DataParallel(Forks(), device_ids=IDS)
         dp(x)
         deadline = time.monotonic() + 60
