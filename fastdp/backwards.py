@@ -90,3 +90,9 @@ class Sums:
         for slot in way.unused[self.bucket.number] if self._keeps_none else ():
             slots[slot] = None
         return slots if self._reached is None else [slots[slot] for slot in self._reached]
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Of the tensors whose gradients `into` gives, among the module's."""
+        places = self.bucket.places
+        return places if self._reached is None else [places[slot] for slot in self._reached]

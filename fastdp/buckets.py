@@ -84,11 +84,14 @@ class Bucket:
         change of one must not invalidate the graphs of the others."""
         slots = self.core.views(flat) if self._makes_views else None
         slots = self.core.split(flat) if slots is None else slots
-        if self._lost:
-            slots = list(slots)
-            for k, shape, strides in self._lost:
-                slots[k] = slots[k].as_strided(shape, strides).data
-        return tuple(slots)
+        return self._with_strides(slots) if self._lost else slots
+
+    def _with_strides(self, slots: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The slots, with the strides that their tensors have."""
+        changed = list(slots)
+        for k, shape, strides in self._lost:
+            changed[k] = changed[k].as_strided(shape, strides).data
+        return tuple(changed)
 
     def with_zeros(
         self, tensors: Sequence[Optional[torch.Tensor]], flat: torch.Tensor

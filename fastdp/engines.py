@@ -13,8 +13,9 @@ import logging
 import threading
 from collections import OrderedDict
 from contextlib import nullcontext
-from typing import Any, Callable, ContextManager, Dict, Hashable, Iterable, List, Optional
-from typing import Sequence, Tuple
+from typing import (
+    Any, Callable, ContextManager, Dict, Hashable, Iterable, List, Optional, Sequence, Tuple,
+)  # fmt: skip
 
 import torch
 

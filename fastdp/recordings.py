@@ -36,6 +36,7 @@ from .replica_sets import ReplicaSet
 from .signatures import NotRecordable
 from .streams import Snapshot, current_stream, hold_pinned, wait_for
 from .tapes import Column, Tape, at_once, noting_reads
+from .thread_state import end_casts
 from .versions import Versions, storages_of
 
 Tensors = Tuple[torch.Tensor, ...]
@@ -83,7 +84,7 @@ class Recording:
             for bucket in reversed(buckets)
             if self._tapes[0].learns[bucket.number]
         ]
-        self._learning = [place for sums in self._sums for place in sums.bucket.places]
+        self._learning: List[int] = []  # places of the tensors that get them
         self._streams: List[Any] = []  # of the last step
         self._columns: List[Column] = []
         self._forwards: List[Any] = []
@@ -237,12 +238,8 @@ class Recording:
         if any(reached):
             for sums, slots in zip(self._sums, reached):
                 sums.narrow(slots)
-            self._learning = [
-                sums.bucket.places[slot]
-                for sums, slots in zip(self._sums, reached)
-                for slot in slots
-            ]
             self._sums = [sums for sums, slots in zip(self._sums, reached) if slots]
+        self._learning = [place for sums in self._sums for place in sums.places]
 
     # A step
 
@@ -270,6 +267,8 @@ class Recording:
         else:
             outputs = self.forward(call)
             call.end()
+        if self._joined:
+            end_casts()  # as an eager step of several devices
         take = iter(outputs).__next__
         if self._joined:
             return trees.join_trees(self._outputs, lambda tensors, path: take())

@@ -325,9 +325,8 @@ class Replicator:
             return self._communication, first_bytes, limit_bytes
         if limit_bytes == DEFAULT_BUCKET_BYTES:
             size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in dense)
-            limit_bytes = max(limit_bytes, size_bytes)
-            if len(set(devices)) == 1:
-                limit_bytes = min(limit_bytes, _SHARED_BYTES)
+            most_bytes = _SHARED_BYTES if len(set(devices)) == 1 else size_bytes
+            limit_bytes = max(limit_bytes, min(size_bytes, most_bytes))
         return self._in_line, limit_bytes, limit_bytes
 
     def _take_set(self, root: nn.Module) -> ReplicaSet:

@@ -22,6 +22,7 @@ from .streams import current, current_stream, distinct, wait_for
 Events = Dict[torch.device, torch.cuda.Event]
 Change = Callable[[torch.Tensor], Any]
 
+
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """One for each GPU for good: the memory of slices belongs to it."""
     return own_stream("batches", device)

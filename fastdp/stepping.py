@@ -15,7 +15,6 @@ from .marks import unmarked
 from .phases import forward_phase, phase
 from .placement import tensors_of
 from .plans import check_home
-from .thread_state import end_casts
 from .workers import check_threads_run
 
 
@@ -73,8 +72,6 @@ class Stepping:
                     if whole is not None:
                         outputs = engine.shortcut(self.module, whole, self.dim)
                         if outputs is not NOTHING:
-                            if runtime is not None:
-                                end_casts()
                             return outputs
             with phase("scatter"):
                 rows, named = self.scatter(inputs, kwargs, self.device_ids)
@@ -99,8 +96,6 @@ class Stepping:
                 outputs = self._fastdp_get_engine().forward(
                     self.module, rows, named, self.dim, obstacle, eager, whole
                 )
-                if runtime is not None:
-                    end_casts()  # an eager step has done so, a replayed one not
             if runtime is not None:
                 runtime.balance.look(self.module, outputs, runtime.surprises)
             return outputs

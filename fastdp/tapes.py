@@ -49,7 +49,6 @@ class Column:
             self.static = [tensor.view(1) for tensor in self.static]
             self.cut = [gradient.view(1) for gradient in self.gradients]
 
-
     def read(self) -> List[torch.Tensor]:
         """The replicas' tensors, as the core reads them: it sees memory only."""
         if not self._is_lazy:

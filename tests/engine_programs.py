@@ -335,3 +335,14 @@ class Program:
             yield
         finally:
             dp.engine = kind
+
+
+def failing(replayed, seeds):
+    """In how many of the programs `replayed(seed)` finds that something differs."""
+    found = 0
+    for seed in seeds:
+        try:
+            replayed(seed)
+        except AssertionError:
+            found += 1
+    return found

@@ -35,6 +35,13 @@ def gradients(training, out, weights):
     return found
 
 
+def forget_gradients(orders, weights):
+    """Once they are there."""
+    orders.join(orders.current(), [weight.grad for weight in weights])
+    for weight in weights:
+        weight.grad = None
+
+
 @pytest.mark.parametrize("each", [2, 3, 5])
 def test_a_penalty_on_some_gradients_of_a_bucket(orders, each):
     """The others' are zeros, written into memory that another bucket's may have just left."""
@@ -64,9 +71,7 @@ def test_an_evaluation_on_other_streams_before_a_second_backward(orders):
             training.forward()
         orders.gpus.current.update(before)
         torch.autograd.backward(found, [training.above(g) for g in found])
-        orders.join(orders.current(), [w.grad for w in weights])
-        for weight in weights:
-            weight.grad = None
+        forget_gradients(orders, weights)
         del found
         gc.collect()
 
@@ -91,9 +96,7 @@ def test_an_evaluation_of_another_thread_in_the_middle_of_a_second_backward(orde
         with monkeypatch.context() as patch:
             patch.setattr(Bucket, "take", take)
             torch.autograd.backward(found, [training.above(g) for g in found])
-        orders.join(orders.current(), [w.grad for w in weights])
-        for weight in weights:
-            weight.grad = None
+        forget_gradients(orders, weights)
         del found
         gc.collect()
 
