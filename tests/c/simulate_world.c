@@ -65,6 +65,27 @@ static int32_t choose_transport(sim *world, bool *has_nccl, bool *forbids) {
   return *has_nccl && count > 4 ? 4 : count; /* each set of communicators has streams */
 }
 
+/* GPUs that do not reach each other: the first two, all but pairs of them (islands), or any. */
+static void forbid_peers(run *own) {
+  uint64_t kind = sim_choose(own->world, 3);
+  for (int32_t a = 0; a < own->device_count; ++a) {
+    for (int32_t b = 0; b < own->device_count; ++b) {
+      bool is_cut = kind == 0 ? a == 0 && b == 1 : a / 2 != b / 2;
+      if (kind == 2) is_cut = sim_choose(own->world, 4) == 0;
+      if (is_cut && a != b) sim_forbid_peer(own->devices[a], own->devices[b]);
+    }
+  }
+}
+
+/* Two GPUs whose copies to each other arrive changed. */
+static void spoil_peers(run *own) {
+  char pair[32];
+  uint64_t count = (uint64_t)own->device_count;
+  int32_t a = (int32_t)sim_choose(own->world, count), b = (int32_t)sim_choose(own->world, count);
+  snprintf(pair, sizeof pair, "%d-%d", a, b);
+  setenv("FASTDP_TEST_BAD_PEER", pair, 1);
+}
+
 /* Has what is slow, and kept, be done for home and a random choice of devices, or all. */
 static void warm_up(run *own, bool takes_all) {
   fdp_device_id ids[MAX_DEVICES];
@@ -116,7 +137,9 @@ static void run_open(run *own, uint64_t seed, bool explains, bool stalls, FILE *
   sim_trace_to(world, trace);
   own->device_count = choose_transport(world, &own->has_nccl, &forbids);
   if (sim_choose(world, 8) == 0) try_context();
+  if (forbids && sim_choose(world, 4) == 0) spoil_peers(own);
   CHECK_OK(fdp_context_open(&own->context));
+  unsetenv("FASTDP_TEST_BAD_PEER");
   for (int32_t d = 0; d < own->device_count; ++d) {
     own->devices[d] = sim_device(world, FDP_DEVICE_CUDA, d);
     fake_gpu_wrap(own->devices[d]);
@@ -125,7 +148,7 @@ static void run_open(run *own, uint64_t seed, bool explains, bool stalls, FILE *
   own->devices[MAX_DEVICES] = sim_device(world, FDP_DEVICE_HOST, 0);
   CHECK_OK(fdp_context_adopt(own->context, own->devices[MAX_DEVICES]));
   if (sim_choose(world, 8) == 0) try_device(own);
-  if (forbids && own->device_count > 1) sim_forbid_peer(own->devices[0], own->devices[1]);
+  if (forbids) forbid_peers(own);
   for (uint64_t i = sim_choose(world, 3); i > 0 && own->has_nccl; --i) warm_up(own, false);
   if (!own->has_nccl || sim_choose(world, 2) == 0) warm_up(own, true);
   if (stalls) warm_up_pairs(own);
