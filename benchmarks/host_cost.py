@@ -30,7 +30,7 @@ from measure import OURS, Bar, Cost, main
 from torch import nn
 
 import fastdp
-from fastdp import _C, _torch_compat
+from fastdp import _C, _torch_tensors
 from fastdp.environment import DEFAULT_BUCKET_BYTES
 from fastdp.replicas import Replicator
 
@@ -144,7 +144,7 @@ def refresh() -> Cost:
     parameters, buffers = list(model.parameters()), list(model.buffers())
     copies = [parameter.detach().clone() for parameter in parameters]
     buffer_copies = [buffer.clone() for buffer in buffers]
-    row = tuple(map(_torch_compat.as_parameter, copies)), tuple(buffer_copies)
+    row = tuple(map(_torch_tensors.as_parameter, copies)), tuple(buffer_copies)
     tree = _C.Tree(modules)
     replica = _C.Replica(tree, tuple(map(_blank, modules)))
 

@@ -93,7 +93,7 @@ GPU_ONLY = ("backwards.py", "captures.py", "doctor.py", "health_monitor.py", "ov
             "prefetch.py", "recordings.py", "scattered.py", "staging.py", "tapes.py", "traces.py",
             "trials.py", "validations.py", "witness.py")
 # Calls of such names that order nothing by themselves.
-OTHERS = ("_torch_compat.py", "cuts.py", "graph_step.py")
+OTHERS = ("_torch_protocol.py", "cuts.py", "graph_step.py")
 ON_GPUS = ("record", "wait_event", "wait_stream", "wait_for", "begin", "deliver", "synchronize",
            "query", "hold_pinned", "record_stream")
 

@@ -15,7 +15,7 @@ from typing import Any, List
 
 import torch
 
-from . import _C, _torch_compat
+from . import _C, _torch_cuda
 from .streams import current_stream
 
 # Buckets, from the first on, that a recorded forward waits for one by one.
@@ -24,7 +24,7 @@ _SINGLE = 3
 
 def make_gate(device: torch.device) -> _C.Gate:
     """A gate for the readers on one GPU; `_C.Gate.close` tells it what they have to wait for."""
-    return _C.Gate(device.index, functools.partial(_wait, device), _torch_compat.raw_stream)
+    return _C.Gate(device.index, functools.partial(_wait, device), _torch_cuda.raw_stream)
 
 
 def _wait(device: torch.device, event: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Callable, Collection, List, Optional, Sequence, Tuple
 
 import torch
 
-from . import _C, _torch_compat
+from . import _C, _torch_tensors
 from .flat_weights import FlatWeights
 from .streams import Communication
 
@@ -172,7 +172,7 @@ class Bucket:
     def named_home(self, tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
         """The tensors as replica 0's: the same memory, parameters under new names."""
         if self._are_parameters:
-            as_parameter = _torch_compat.as_parameter
+            as_parameter = _torch_tensors.as_parameter
             return list(_C.aliases(tuple(tensors), torch.nn.Parameter, as_parameter))
         if self._are_plain_buffers:
             return list(tensors)  # as `_named` has each of them
@@ -180,7 +180,7 @@ class Bucket:
 
     def _named(self, k: int, tensor: torch.Tensor) -> torch.Tensor:
         if self.parameters[k]:
-            return _torch_compat.as_parameter(tensor)
+            return _torch_tensors.as_parameter(tensor)
         # A buffer of replica 0 is the base's own: in-place updates persist there, and only there.
         return tensor.detach() if tensor.requires_grad else tensor
 

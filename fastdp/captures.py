@@ -25,7 +25,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set,
 
 import torch
 
-from . import _torch_compat
+from . import _torch_cuda
 from .own_streams import own_stream
 from .random_states import guarded_states
 from .streams import distinct
@@ -76,7 +76,7 @@ class Crossing:
     `stream.wait_event`, as torch's own."""
 
     def __init__(self) -> None:
-        self._event = _torch_compat.external_event()
+        self._event = _torch_cuda.external_event()
 
     def wait(self, stream: Any) -> None:
         branch = _branch_of(stream)
@@ -207,7 +207,7 @@ class CudaRecorder:
             return
         except RuntimeError:
             pass
-        _torch_compat.end_pool(device, pool)
+        _torch_cuda.end_pool(device, pool)
         if not self._rehearsing:
             _renew_generators(self.devices)
 
@@ -263,7 +263,7 @@ def under_way(devices: Sequence[torch.device] = ()) -> bool:
 
 
 def _is_captured(device: torch.device) -> bool:
-    if _torch_compat.raw_stream(device.index) == 0:  # a default stream cannot be
+    if _torch_cuda.raw_stream(device.index) == 0:  # a default stream cannot be
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
@@ -274,7 +274,7 @@ def reason_against(devices: Sequence[torch.device]) -> str:
     kinds: Tuple[str, ...] = tuple({device.type for device in devices})
     if kinds != ("cuda",):
         return "its replicas run on the host, where there is nothing to record"
-    if not _torch_compat.records_events_outside():
+    if not _torch_cuda.records_events_outside():
         return (
             f"torch {torch.__version__} has no external events (torch.cuda.Event(external=True) "
             "came with 2.8)"

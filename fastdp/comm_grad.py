@@ -11,7 +11,7 @@ from typing import Any, Sequence, Tuple
 import torch
 from torch.autograd import Function, forward_ad
 
-from . import _torch_compat, moves, streams
+from . import _torch_autograd, moves, streams
 from .arrays import TORCH
 
 
@@ -19,7 +19,7 @@ def is_recorded(tensors: Sequence[torch.Tensor]) -> bool:
     """True if autograd, backward or forward mode, must see what is made of these tensors."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
-    return _torch_compat.forward_mode_active() and any(
+    return _torch_autograd.forward_mode_active() and any(
         forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
     )
 

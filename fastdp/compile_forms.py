@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Tupl
 import torch
 from torch import nn
 
-from . import _compiler_compat, readiness
+from . import _torch_compiler, readiness
 from .compile_calls import Arguments
 from .compile_graphs import Graph, compiled
 
@@ -84,7 +84,7 @@ class Family:
             return
         text = str(error).strip().splitlines() or [""]
         self._error = f"{type(error).__name__}: {text[0]}"
-        if form.whole and _compiler_compat.may_break(error):
+        if form.whole and _torch_compiler.may_break(error):
             self._breaks = self._error
 
     def give_up(self, reason: str = "") -> str:
@@ -113,11 +113,11 @@ class Form:
         # torch puts what it compiled among the function's globals: its own, to go with it.
         names = {name: original.__globals__[name] for name in _GLOBALS}
         function = types.FunctionType(code, names, original.__name__)
-        weakref.finalize(self, _compiler_compat.forget, code).atexit = False
+        weakref.finalize(self, _torch_compiler.forget, code).atexit = False
         dynamic = {"one size": False, "any size": True}.get(kind, owner.options.dynamic)
         shares = kind == "one size" and owner.shares
-        self._look_up = _compiler_compat.as_compiled(function)
-        self._compile = _compiler_compat.compiling(
+        self._look_up = _torch_compiler.as_compiled(function)
+        self._compile = _torch_compiler.compiling(
             function,
             _weakly(self._backend),
             self.whole,
@@ -137,8 +137,8 @@ class Form:
         self._known = tuple(map(id, known))
         started, before = time.perf_counter(), self._owner.count
         try:
-            with readiness.compiling(), _compiler_compat.messages_of_once_left_out():
-                with _compiler_compat.hooks_guarded():
+            with readiness.compiling(), _torch_compiler.messages_of_once_left_out():
+                with _torch_compiler.hooks_guarded():
                     return self._call(self._compile, where, module, args, kwargs)
         finally:
             self._now, self._known = None, ()

@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-from . import _compiler_compat, relocation
+from . import _torch_compiler, relocation
 from .compile_cuts import MAX_PIECES, cut, inputs_of
 from .compile_options import CompileOptions
 from .overlap import known_bytes_per_s
@@ -137,7 +137,7 @@ def compiled(
     options: CompileOptions, graph: Any, inputs: Sequence[Any], inner: Any = None
 ) -> Callable[..., Any]:
     """Compiled now, its backward too; one at a time in this process."""
-    with _compiler_compat.lock(), _compiler_compat.compiled_at_once(is_noted=inner is not None):
+    with _torch_compiler.lock(), _torch_compiler.compiled_at_once(is_noted=inner is not None):
         return options.compile(graph, inputs, inner)
 
 

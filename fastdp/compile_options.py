@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
-from . import _compiler_compat
+from . import _torch_compiler
 
 KEYS = ("backend", "dynamic", "fullgraph", "mode", "options")
 
@@ -23,7 +23,7 @@ class CompileOptions:
         self._given = dict(given)
         self.dynamic: Optional[bool] = given.get("dynamic")
         self.fullgraph = bool(given.get("fullgraph"))
-        self.reason = _compiler_compat.reason_against()
+        self.reason = _torch_compiler.reason_against()
         self.is_inductor = False
         self.name = "inductor"
         self._backend: Any = None
@@ -57,7 +57,7 @@ class CompileOptions:
         between Inductor's parts, if it is the compiler."""
         if not self.is_inductor:
             return self._backend(graph, list(inputs))
-        return _compiler_compat.inductor(graph, inputs, self._config, inner)
+        return _torch_compiler.inductor(graph, inputs, self._config, inner)
 
 
 def parse(value: Union[bool, Dict[str, Any], None]) -> Union[CompileOptions, bool, None]:
@@ -102,13 +102,13 @@ def _is_backend(entry: Any) -> bool:
 
 def _of_mode(mode: Optional[str], dynamic: Optional[bool]) -> Dict[str, Any]:
     try:
-        return {} if mode is None else _compiler_compat.settings_of_mode(mode, dynamic)
+        return {} if mode is None else _torch_compiler.settings_of_mode(mode, dynamic)
     except ValueError as error:
         raise ValueError(f"compile['mode'] is {mode!r}: {error}") from None
 
 
 def _checked_settings(settings: Dict[str, Any]) -> Dict[str, Any]:
-    known = set(_compiler_compat.known_settings())
+    known = set(_torch_compiler.known_settings())
     result = {}
     for name, value in settings.items():
         place = str(name).replace("-", "_")
@@ -122,7 +122,7 @@ def _checked_settings(settings: Dict[str, Any]) -> Dict[str, Any]:
 
 def _looked_up(name: str) -> Callable[..., Any]:
     try:
-        return _compiler_compat.looked_up(name)
+        return _torch_compiler.looked_up(name)
     except ValueError as error:
         raise ValueError(f"compile['backend'] is {name!r}: {error}") from error
 
@@ -150,7 +150,7 @@ def of_compiled_module(module: Any) -> Optional[CompileOptions]:
     that cannot be told."""
     if not is_compiled_module(module) and not is_compiled_in_place(module):
         return None
-    found, fullgraph = _compiler_compat.compiler_of(_compiler_compat.context_of(module))
+    found, fullgraph = _torch_compiler.compiler_of(_torch_compiler.context_of(module))
     dynamic = getattr(found, "dynamic", None)
     given: Dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph}
     if getattr(found, "compiler_name", None) == "inductor":

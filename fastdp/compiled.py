@@ -20,7 +20,7 @@ from typing import Any, Dict, Hashable, List, Sequence
 import torch
 from torch import nn
 
-from . import _compiler_compat, _torch_compat, captures, readiness
+from . import _torch_compiler, _torch_state, captures, readiness
 from .compile_calls import Arguments, State, buffers_meet
 from .compile_forms import MISSED, Family
 from .compile_options import CompileOptions, is_compiled_module
@@ -53,7 +53,7 @@ class Compiled:
         # What was compiled on one GPU is looked up from others only where torch lets us leave out
         # its guards on the device of each tensor; else each GPU has forms of its own.
         self._apart = len(gpus) > 1
-        self.shares = self._apart and _compiler_compat.takes_guard_filter()
+        self.shares = self._apart and _torch_compiler.takes_guard_filter()
         self._refused = ""
         if options.reason:
             self.refuse(options.reason)
@@ -80,7 +80,7 @@ class Compiled:
         module = _compiled_part(root)
         if self.useless or readiness.is_uncompiled():
             return plainly(where, module, args, kwargs)
-        if any(_torch_compat.global_module_hooks()):  # torch has no guards for these
+        if any(_torch_state.global_module_hooks()):  # torch has no guards for these
             self._note("as long as there are hooks on all modules")
             return plainly(where, module, args, kwargs)
         arguments = Arguments(args, kwargs, where.device)

@@ -28,7 +28,7 @@ from typing import Any, Callable, ContextManager, Deque, List, Optional, Sequenc
 
 import torch
 
-from . import _C, _torch_compat, options
+from . import _C, _torch_cuda, options
 
 __all__ = ["CommunicationTimeoutError"]
 
@@ -89,7 +89,7 @@ class Deadline:
 
     def run(self, streams: Callable[[], Sequence[Any]], act: Callable[[], Any]) -> Any:
         """A forward: act(). `streams` gives those that come behind all that it enqueued."""
-        if streams() and _torch_compat.is_capturing():  # in a user's graph nothing can be asked
+        if streams() and _torch_cuda.is_capturing():  # in a user's graph nothing can be asked
             return act()
         outer, before = own_deadline(), _C.set_deadline(self.timeout_ms())
         try:

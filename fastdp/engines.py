@@ -19,7 +19,7 @@ from typing import (
 
 import torch
 
-from . import _torch_compat, captures, signatures
+from . import _torch_autograd, captures, signatures
 from .engine_choice import NOTHING
 from .engine_entries import Entry, Key, stays_busy
 from .placement import tensors_of
@@ -119,7 +119,7 @@ class Engine:
     ) -> Optional[Tuple[Hashable, List[torch.Tensor]]]:
         """What `shortcut` and `forward` know a recorded step by before its arguments are cut; None
         where nothing can be known."""
-        if self._against or captures.under_way() or _torch_compat.forward_mode_active():
+        if self._against or captures.under_way() or _torch_autograd.forward_mode_active():
             return None
         try:
             arguments, tensors = signatures.of_whole(inputs, kwargs)
@@ -206,7 +206,7 @@ class Engine:
         self, root: Any, rows: Any, named: Any, dim: int
     ) -> Tuple[Key, Any, Source]:
         devices = self._replicator.devices[: len(rows)]
-        if _torch_compat.forward_mode_active():
+        if _torch_autograd.forward_mode_active():
             raise NotRecordable("forward-mode differentiation is active")
         arguments, pieces = signatures.of_arguments(rows, named, devices)
         source = self._replicator.source(len(rows), _wants_gradients(), dim)

@@ -19,7 +19,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch.autograd import Function
 
-from . import _torch_compat, moves, streams
+from . import _torch_autograd, moves, streams
 from .arrays import TORCH
 from .buckets import Bucket
 from .phases import bucket_phase
@@ -30,7 +30,7 @@ Gradients = Tuple[Optional[torch.Tensor], ...]
 
 def needs_node(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a gradient or a tangent has to be carried: a tangent would be dropped silently."""
-    if _torch_compat.forward_mode_active():
+    if _torch_autograd.forward_mode_active():
         return True
     return torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])
 
@@ -153,7 +153,7 @@ def check_fit(tensors: Sequence[torch.Tensor], dim: int, path: str) -> None:
             )
 
 
-@_torch_compat.are_false
+@_torch_autograd.are_false
 class Broadcast(Function):
     """A bucket's tensors, once for each rank: count * ranks outputs, rank by rank, and the token.
     With `home`, rank 0's are the inputs themselves under new names (same memory and version
@@ -223,7 +223,7 @@ def _unpacked(gradients: Gradients, linked: Sequence[bool], count: int) -> Gradi
     return tuple(chain.from_iterable(rows))
 
 
-@_torch_compat.are_false
+@_torch_autograd.are_false
 class Land(Function):
     """One rank's copies of a bucket: `copies`, which nobody else holds, as outputs of a node whose
     stream is that of their readers. The gradients of all go back to `Broadcast` by one edge, its

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-from . import _torch_compat
+from . import _torch_tensors
 from .flat_gradients import joined
 from .options import flag
 from .witness import Witness
@@ -193,7 +193,7 @@ class _Gradients:
                 wide = torch.float32
             if dtype.is_complex:
                 group = [tensor.abs() for tensor in group]
-            norms += _torch_compat.foreach_norm(group, order, wide)
+            norms += _torch_tensors.foreach_norm(group, order, wide)
         if not norms:
             return torch.zeros((), device=self.all[0].device if self.all else "cpu")
         if len(norms) == 1:
@@ -213,7 +213,7 @@ class _Gradients:
             else:
                 gradient.detach().values().mul_(factor)
         # Written as parts of others: a graph that saved one must find out.
-        _torch_compat.increment_versions(self._dense)
+        _torch_tensors.increment_versions(self._dense)
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> Dict[torch.dtype, List[torch.Tensor]]:

@@ -17,7 +17,7 @@ from typing import Any, Callable, Optional, Sequence, Tuple
 import torch
 from torch.autograd import Function
 
-from . import _torch_compat
+from . import _torch_autograd
 
 Gradients = Sequence[Optional[torch.Tensor]]
 
@@ -102,5 +102,5 @@ class Boundary(Function):
 
 def behind_boundary(make: Any, deliver: Any, anchor: torch.Tensor) -> Tuple[torch.Tensor, ...]:
     tensors = Boundary.apply(make, deliver, anchor)
-    _torch_compat.run_early(tensors[0].grad_fn)
+    _torch_autograd.run_early(tensors[0].grad_fn)
     return tensors

@@ -14,7 +14,7 @@ from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional
 
 import torch
 
-from . import _torch_compat
+from . import _torch_tensors
 from .attributes import is_wrapper
 from .grad_health import GradHealth, checked_number
 
@@ -291,5 +291,5 @@ def _norm_of(tensors: List[torch.Tensor]) -> torch.Tensor:
     norms = []
     for dtype, group in groups.items():
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        norms += [norm.float() for norm in _torch_compat.foreach_norm(group, 2, wide)]
+        norms += [norm.float() for norm in _torch_tensors.foreach_norm(group, 2, wide)]
     return torch.linalg.vector_norm(torch.stack(norms))

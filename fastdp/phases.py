@@ -14,7 +14,7 @@ from typing import Any, ContextManager
 
 from torch.autograd.profiler import record_function
 
-from ._torch_compat import profiler_listens
+from ._torch_state import profiler_listens
 
 _NOTHING: ContextManager[Any] = nullcontext()
 

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tu
 import torch
 from torch import nn
 
-from . import _C, _torch_compat
+from . import _C, _torch_autograd, _torch_protocol
 from .buckets import Bucket, is_sparse, resolved
 from .functions import Broadcast, Land
 from .phases import bucket_phase
@@ -61,10 +61,10 @@ class Plan:
         tokens = []
         communication.open()
         compute = communication.compute()
-        as_nodes = _torch_compat.forward_mode_active()
+        as_nodes = _torch_autograd.forward_mode_active()
         # The tensors were described, the copies are new: memory that none of torch.func's has.
-        broadcast = _torch_compat.applied_at_once(Broadcast)
-        land = _torch_compat.applied_at_once(Land)
+        broadcast = _torch_autograd.applied_at_once(Broadcast)
+        land = _torch_autograd.applied_at_once(Land)
         made = []
         with communication.current():
             flats = [bucket.take(True) for bucket in self.buckets]
@@ -77,7 +77,7 @@ class Plan:
                         landings = dict.fromkeys(self._linked, ())
                         copies = broadcast(bucket, True, flats[k], compute, landings, *chosen)
                         tokens.append(copies[-1])
-                        _torch_compat.run_early(copies[-1].grad_fn)
+                        _torch_autograd.run_early(copies[-1].grad_fn)
                     else:
                         copies = bucket.copies(chosen, True, flats[k])
                 communication.mark(k)
@@ -115,7 +115,7 @@ def _share_out(
             row.extend(islice(rest, bucket.count))
             continue
         copies = land(landings[rank], next(rest))
-        _torch_compat.run_early(copies[0].grad_fn)
+        _torch_autograd.run_early(copies[0].grad_fn)
         row.extend(copies)
 
 
@@ -165,7 +165,7 @@ def described(tensors: Tensors, root: nn.Module, home: torch.device) -> bytes:
         check_home(tensors, home)
         # A lazy module that has not run yet says so itself, in torch's words.
         for module in root.modules():
-            if _torch_compat.replicates_itself(module):
+            if _torch_protocol.replicates_itself(module):
                 module._replicate_for_data_parallel()
         found = [resolved(tensor) for tensor in tensors if not is_sparse(tensor)]
         alone = [

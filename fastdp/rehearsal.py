@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.nn.utils.rnn import PackedSequence
 
-from . import _torch_compat
+from . import _torch_autograd
 from .containers import tensors_of, with_items
 from .ledger import Ledger
 from .marks import Replicated
@@ -182,7 +182,7 @@ class _Moves:
             chosen = [own[k] for k in bucket.places]
             if bucket.requires_grad and torch.is_grad_enabled():
                 made = _Spread.apply(self, bucket, *chosen)
-                _torch_compat.run_early(made[0].grad_fn)
+                _torch_autograd.run_early(made[0].grad_fn)
             else:
                 made = self.slots(bucket, chosen)
             rest = iter(made)

@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List, Sequence
 
 import torch
 
-from . import _compiler_compat
+from . import _torch_compiler
 
 _log = logging.getLogger("fastdp")
 
@@ -51,7 +51,7 @@ class Shared:
         self.reason = ""  # why it could not serve another device
         self._home = home
         self._parts: List[_Part] = []
-        _compiler_compat.share_kernels(home.index)
+        _torch_compiler.share_kernels(home.index)
 
     def note(self, compile_inner: Any, graph: Any, inputs: Any, **options: Any) -> Any:
         """Takes part in Inductor's work (`CompileOptions.compile`)."""
@@ -118,8 +118,8 @@ class _Part:
             for name, value in self._constants.items()
         }
         with torch.cuda.device(device):
-            module = _compiler_compat.loaded(source, constants)
-        return _compiler_compat.aligned(module.call, self._checked, self._mutated)
+            module = _torch_compiler.loaded(source, constants)
+        return _torch_compiler.aligned(module.call, self._checked, self._mutated)
 
 
 def text_for(source: str, home: int, target: int) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from . import _C, _torch_compat
+from . import _C, _torch_protocol
 from .buckets import is_sparse, make_buckets
 from .devices import parse_devices
 from .environment import DEFAULT_BUCKET_BYTES
@@ -265,7 +265,7 @@ class Replicator:
         """The module tree is new, or not what it was: forget all that was made of the old one."""
         check_scripted(root)
         base = tuple(root.modules())
-        fresh = any(_torch_compat.replicates_itself(each) for each in base)
+        fresh = any(_torch_protocol.replicates_itself(each) for each in base)
         tree = WalkedTree(base) if fresh else _C.Tree(base)
         self._fresh, self._tree, self._rnn_weights = fresh, tree, RnnWeights(base)
         self._plans, self._idle, self._lent = {}, [], []

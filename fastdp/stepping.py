@@ -6,7 +6,7 @@ import sys
 from operator import attrgetter
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from . import _torch_compat, environment, options
+from . import _torch_autograd, environment, options
 from .compile_seam import target_of, untraced
 from .deadlines import Watched
 from .engine_choice import NOTHING, cuts_alike, find_obstacle
@@ -51,7 +51,7 @@ class Stepping:
             if not self.device_ids or self.__dict__.get("_is_replica"):
                 # As a part of a replica of something else, this wrapper's work is done already.
                 return self._fastdp_direct(method, unmarked(inputs), unmarked(kwargs))
-            if _torch_compat.inside_function_transform():
+            if _torch_autograd.inside_function_transform():
                 raise RuntimeError(
                     "DataParallel cannot run inside a torch.func transform (grad, vjp, jvp, vmap): "
                     "copies between devices have no rules for them. Call the module itself there, "

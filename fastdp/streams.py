@@ -34,7 +34,7 @@ from typing import (
 
 import torch
 
-from . import _torch_compat
+from . import _torch_cuda
 from .allocators import has_to_be_told
 from .deadlines import own_deadline
 from .peers import open_peers
@@ -58,7 +58,7 @@ _MAX_KNOWN = 1024
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """`torch.cuda.current_stream(device)`, which makes a new object each time: that costs more than
     a launch."""
-    key = device, _torch_compat.raw_stream(device.index)
+    key = device, _torch_cuda.raw_stream(device.index)
     stream = _known.get(key)
     if stream is None:
         if len(_known) >= _MAX_KNOWN:
@@ -386,7 +386,7 @@ def hold_pinned(tensor: torch.Tensor, devices: Sequence[torch.device]) -> None:
     if tensor.device.type != "cpu":
         return
     targets = distinct(devices)
-    if not targets or not tensor.is_pinned() or _torch_compat.is_capturing():
+    if not targets or not tensor.is_pinned() or _torch_cuda.is_capturing():
         return
     events = []
     for device in targets:

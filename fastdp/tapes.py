@@ -6,7 +6,7 @@ from typing import Any, List, Optional, Sequence, Set, Tuple
 
 import torch
 
-from . import _torch_compat, signatures
+from . import _torch_cuda, signatures
 from .buckets import Bucket, is_sparse, resolved
 from .graph_step import Gradients, behind_boundary
 from .plans import Source
@@ -213,7 +213,7 @@ def _zeros(bucket: Bucket, length: int, device: torch.device) -> torch.Tensor:
 def at_once(device: torch.device, pool: Any, act: Any) -> None:
     """As a recorder's `record`: a warm-up, since libraries make their handles and choose their
     kernels when they are first used."""
-    with _torch_compat.on_device(device):
+    with _torch_cuda.on_device(device):
         act()
 
 

@@ -21,7 +21,7 @@ from typing import Any, Callable, Iterator, Tuple
 
 import torch
 
-from . import _torch_compat
+from . import _torch_state
 
 
 def _autocast_types() -> Tuple[str, ...]:
@@ -49,7 +49,7 @@ class ThreadState:
             for kind in _autocast_types()
         ]
         self.cache = torch.is_autocast_cache_enabled()
-        self.default_device = _torch_compat.default_device()
+        self.default_device = _torch_state.default_device()
         self.threads = torch.get_num_threads()
         self.flushes = _flushes_denormals()
         self.context = contextvars.copy_context()
@@ -79,7 +79,7 @@ class ThreadState:
         with torch.inference_mode(self.inference):
             # Inside: leaving or entering inference mode changes grad mode.
             torch.set_grad_enabled(self.grad)
-            with _torch_compat.use_default_device(self.default_device):
+            with _torch_state.use_default_device(self.default_device):
                 yield
 
 
@@ -119,19 +119,15 @@ class restored_defaults:
 
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        self._modes = _torch_compat.function_modes()  # a default device is one
+        self._modes = _torch_state.function_modes()  # a default device is one
 
     def __exit__(self, *error: Any) -> None:
         torch.set_grad_enabled(self._grad)
-        modes = _torch_compat.function_modes()
+        modes = _torch_state.function_modes()
         # torch up to 2.9 cannot leave one of several devices.
-        if modes != self._modes and sum(map(_is_device, modes)) < 2:
+        if modes != self._modes and sum(map(_torch_state.is_default_device, modes)) < 2:
             torch.set_default_device(None)
-            left = _torch_compat.function_modes()
+            left = _torch_state.function_modes()
             for mode in self._modes:
-                if mode not in left and _is_device(mode):
+                if mode not in left and _torch_state.is_default_device(mode):
                     torch.set_default_device(mode.device)
-
-
-def _is_device(mode: Any) -> bool:
-    return type(mode).__module__ == "torch.utils._device"

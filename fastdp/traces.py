@@ -11,7 +11,7 @@ from typing import Any, Callable, Optional, Type, Union
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from . import _torch_compat
+from . import _torch_state
 
 # The key of the wrapper's report in the file.
 METADATA = "fastdp"
@@ -37,7 +37,7 @@ class Trace:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
-            activities=activities, experimental_config=_torch_compat.all_threads()
+            activities=activities, experimental_config=_torch_state.all_threads()
         )
         self._profile.__enter__()
         return self

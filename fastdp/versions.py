@@ -9,7 +9,7 @@ from typing import Any, Iterator, List, Sequence, Set, Tuple
 
 import torch
 
-from . import _torch_compat
+from . import _torch_tensors
 
 Tensors = Tuple[torch.Tensor, ...]
 
@@ -37,7 +37,7 @@ class Versions:
     def after_forward(self, tensors: Tensors) -> Tuple[int, ...]:
         """Counts what it wrote; what `check` compares with."""
         if self._written:
-            _torch_compat.increment_versions([tensors[place] for place in self._written])
+            _torch_tensors.increment_versions([tensors[place] for place in self._written])
         return tuple([tensor._version for tensor in self._watched(tensors)])
 
     def check(self, tensors: Tensors, versions: Tuple[int, ...]) -> None:

@@ -48,7 +48,7 @@ from typing import Any, Dict, Hashable, Iterable, Iterator, List, Optional, Sequ
 import torch
 from torch import nn
 
-from . import _C, _torch_compat
+from . import _C, _torch_autograd, _torch_state
 from .listeners import Listener
 from .outside import Outside, modules_outside
 
@@ -183,18 +183,18 @@ def _generator_states() -> Dict[str, Any]:
 
 def _active_modes() -> Iterator[str]:
     """What is active on this thread that acts on every operator from Python."""
-    for mode in _torch_compat.function_modes():
+    for mode in _torch_state.function_modes():
         if not _is_device_mode(mode):
             yield f"the torch function mode {type(mode).__name__} is active"
-    if _torch_compat.dispatch_mode_active():
+    if _torch_state.dispatch_mode_active():
         yield "a torch dispatch mode is active"
-    if _torch_compat.saved_tensors_hooks_active():
+    if _torch_autograd.saved_tensors_hooks_active():
         yield "saved-tensors hooks are active (torch.autograd.graph, or checkpointing around it)"
     if torch.is_anomaly_enabled():
         yield "anomaly mode is on"
-    if _torch_compat.inside_function_transform():
+    if _torch_autograd.inside_function_transform():
         yield "it is transformed by torch.func"
-    if _torch_compat.forward_mode_active():
+    if _torch_autograd.forward_mode_active():
         yield "forward-mode differentiation is active"
 
 
@@ -207,7 +207,7 @@ def _is_device_mode(mode: Any) -> bool:
 
 def _hooks(roots: Sequence[nn.Module]) -> Iterator[str]:
     found: Dict[str, None] = {}  # replicas have the same ones
-    for kind, hook in _torch_compat.global_module_hooks():
+    for kind, hook in _torch_state.global_module_hooks():
         if not _is_ours(hook):
             found[f"{_hook_name(kind, hook)} on every module"] = None
     for root in roots:
@@ -246,7 +246,7 @@ def global_state() -> Tuple[Hashable, ...]:
     precision, flags of cuBLAS, cuDNN and scaled_dot_product_attention, deterministic algorithms.
     Also whether something from Python wants to be told what runs, since a replay tells it nothing.
     """
-    modes = _torch_compat.function_modes()
+    modes = _torch_state.function_modes()
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -259,6 +259,6 @@ def global_state() -> Tuple[Hashable, ...]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,
         tuple([getattr(mode, "device", None) for mode in modes]) if modes else (),
-        _torch_compat.watched_from_python(),
-        *_torch_compat.kernel_flags(),
+        _torch_state.watched_from_python(),
+        *_torch_state.kernel_flags(),
     )

@@ -7,7 +7,7 @@ from typing import Any, Deque, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from . import _torch_compat
+from . import _torch_tensors
 from .streams import current_stream
 
 # Looks that are remembered: a bucket of a backward is one.
@@ -46,7 +46,7 @@ class Witness:
         self, rank: int, dtype: torch.dtype, device: torch.device, group: List[torch.Tensor]
     ) -> None:
         # In double precision, which no sum of finite numbers of fewer bits leaves.
-        norms = _torch_compat.foreach_norm(group, 1.0, torch.float64)
+        norms = _torch_tensors.foreach_norm(group, 1.0, torch.float64)
         norm, there = torch.stack(norms).sum(), None
         if device.type == "cuda":
             there = torch.cuda.Event()

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar
 import torch
 from torch import nn
 
-from . import _torch_compat, compile_options, environment, options
+from . import _torch_protocol, compile_options, environment, options
 from .apply import apply_modules
 from .attributes import TORCH_CLASS, add_attributes
 from .compile_seam import OF_THIS_PROCESS, is_seen, see
@@ -126,7 +126,7 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
     ) -> None:
         # Past nn.DataParallel.__init__, which without a GPU knows no device, to what that calls.
         super(TORCH_CLASS, self).__init__()
-        _torch_compat.log_use("fastdp.DataParallel")
+        _torch_protocol.log_use("fastdp.DataParallel")
         self.module = module
         self.dim = dim
         self._fastdp_unused_grad = environment.unused_grad(unused_grad)
@@ -154,7 +154,7 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
         self.src_device_obj = devices[0]
         check_one_device(module)
         if devices[0].type == "cuda":
-            _torch_compat.check_balance([device.index for device in devices])
+            _torch_protocol.check_balance([device.index for device in devices])
         if len(devices) == 1:
             self.module.to(self.src_device_obj)
 

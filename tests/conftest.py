@@ -246,7 +246,7 @@ def same_kernels():
 @pytest.fixture
 def fresh_compiler():
     """Nothing is compiled when the test begins, nor when it has ended."""
-    from fastdp._compiler_compat import reason_against
+    from fastdp._torch_compiler import reason_against
 
     if reason_against():
         pytest.skip(f"needs torch 2.5: {reason_against()}")

@@ -6,7 +6,7 @@ it is resumed."""
 import pytest
 import torch
 
-from fastdp import _torch_compat, awaited, plans, replica_sets, replicas, runtime, streams
+from fastdp import _torch_cuda, awaited, plans, replica_sets, replicas, runtime, streams
 
 GPUS = [torch.device("cuda", index) for index in range(2)]
 
@@ -94,7 +94,7 @@ class Gpus:
             "set_device": lambda device: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(_torch_compat, "raw_stream", raw_stream)
+        monkeypatch.setattr(_torch_cuda, "raw_stream", raw_stream)
         monkeypatch.setattr(streams, "_known", {})
         monkeypatch.setattr(streams, "_events", {})
         monkeypatch.setattr(streams, "_users", {})

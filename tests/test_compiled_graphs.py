@@ -11,7 +11,7 @@ import torch
 from compiled_cases import refuses, seen_graph
 from fastdp import (
     _C,
-    _compiler_compat,
+    _torch_compiler,
     compile_cuts,
     compile_graphs,
     compile_options,
@@ -301,7 +301,7 @@ def test_one_graph_is_compiled_in_turn():
         for _ in range(2)
     )
     other = threading.Thread(target=dp, args=(torch.zeros(2, 4),), daemon=True)
-    with _compiler_compat.lock():
+    with _torch_compiler.lock():
         same(torch.zeros(2, 4))
         other.start()
         other.join(0.2)

@@ -205,10 +205,10 @@ def loaded(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(relocation, "are_alike", lambda one, other: True)
-    monkeypatch.setattr(relocation._compiler_compat, "share_kernels", lambda index: None)
-    monkeypatch.setattr(relocation._compiler_compat, "loaded", load)
+    monkeypatch.setattr(relocation._torch_compiler, "share_kernels", lambda index: None)
+    monkeypatch.setattr(relocation._torch_compiler, "loaded", load)
     monkeypatch.setattr(
-        relocation._compiler_compat,
+        relocation._torch_compiler,
         "aligned",
         lambda call, checked, mutated: lambda given: (call(given), checked, mutated),
     )

@@ -269,13 +269,13 @@ def test_a_wrapper_without_replicas():
 
 def test_norms_one_by_one(monkeypatch):
     """In a torch whose function for lists is gone."""
-    from fastdp import _torch_compat
+    from fastdp import _torch_tensors
 
     dp = trained(mixed())
     want = dp.grad_norm()
     monkeypatch.delattr(torch, "_foreach_norm")
     monkeypatch.setattr(
-        _torch_compat, "_norms_take_dtype", _torch_compat._norms_take_dtype.__wrapped__
+        _torch_tensors, "_norms_take_dtype", _torch_tensors._norms_take_dtype.__wrapped__
     )
     near(dp.grad_norm(), want, torch.float32)
 

@@ -22,7 +22,7 @@ from test_orders import (  # noqa: F401
 from torch import nn
 
 import fastdp
-from fastdp import _torch_compat
+from fastdp import _torch_cuda
 
 COUNT = 8
 pytestmark = can_pretend(COUNT)
@@ -44,13 +44,13 @@ def census(hidden, count):
     """Records of events, waits for them, and accesses to streams that a step makes."""
     with pytest.MonkeyPatch.context() as patch:
         gpus = Gpus(patch, hidden, count)
-        asked, raw_stream = [0], _torch_compat.raw_stream
+        asked, raw_stream = [0], _torch_cuda.raw_stream
 
         def counted(index):
             asked[0] += 1
             return raw_stream(index)
 
-        patch.setattr(_torch_compat, "raw_stream", counted)
+        patch.setattr(_torch_cuda, "raw_stream", counted)
         module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
         dp = fastdp.DataParallel(module, ["cpu"] * count, bucket_bytes=1)
         x = torch.ones(2 * count, 4)

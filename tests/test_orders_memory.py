@@ -13,7 +13,7 @@ from test_orders import WIDTH, Training
 from torch import nn
 
 import fastdp
-from fastdp import _torch_compat, streams
+from fastdp import _torch_cuda, streams
 from fastdp.buckets import Bucket
 
 pytestmark = can_pretend()
@@ -242,10 +242,10 @@ def test_what_a_callers_own_graph_reads_is_no_business_of_ours(gpus, monkeypatch
     """An event that was recorded inside a capture can never be asked whether it has passed."""
     monkeypatch.setattr(streams, "_held", [])
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
-    monkeypatch.setattr(_torch_compat, "is_capturing", lambda: True)
+    monkeypatch.setattr(_torch_cuda, "is_capturing", lambda: True)
     streams.hold_pinned(torch.ones(3), gpus.devices)
     assert streams._held == [] and gpus.records == 0
-    monkeypatch.setattr(_torch_compat, "is_capturing", lambda: False)
+    monkeypatch.setattr(_torch_cuda, "is_capturing", lambda: False)
     streams.hold_pinned(torch.ones(3), gpus.devices)
     assert len(streams._held) == 1 and gpus.records == 2
 

@@ -128,7 +128,7 @@ def test_the_current_stream_is_looked_up_anew_and_made_once(monkeypatch):
         made.append((device, handles[device.index]))
         return object()
 
-    monkeypatch.setattr(streams._torch_compat, "raw_stream", handles.__getitem__)
+    monkeypatch.setattr(streams._torch_cuda, "raw_stream", handles.__getitem__)
     monkeypatch.setattr(torch.cuda, "current_stream", make)
     monkeypatch.setattr(streams, "_known", {})
     first, other = streams.current_stream(GPUS[0]), streams.current_stream(GPUS[1])

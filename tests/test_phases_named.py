@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import fastdp
-from fastdp import _torch_compat, phases
+from fastdp import _torch_state, phases
 
 PREFIX = "fastdp: "
 
@@ -86,7 +86,7 @@ def test_nothing_is_made_where_none_listens(monkeypatch):
 
 def test_a_torch_that_does_not_tell_who_listens(monkeypatch):
     monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
-    assert _torch_compat.profiler_listens() is False
+    assert _torch_state.profiler_listens() is False
 
 
 @pytest.mark.filterwarnings("ignore::fastdp.DataParallelWarning")
@@ -118,6 +118,6 @@ def test_nvtx():
         pytest.skip(no_cuda_reason())
     dp = fastdp.DataParallel(model().cuda(), [0, 0])
     with torch.autograd.profiler.emit_nvtx():
-        assert _torch_compat.profiler_listens()
+        assert _torch_state.profiler_listens()
         step(dp, torch.ones(4, 4, dtype=torch.float64))()
-    assert not _torch_compat.profiler_listens()
+    assert not _torch_state.profiler_listens()

@@ -6,7 +6,7 @@ import torch
 from torch_features import HAS_TABLE
 
 import fastdp
-from fastdp import _C, _torch_compat, functions, plans
+from fastdp import _C, _torch_autograd, functions, plans
 from fastdp.buckets import make_buckets
 from fastdp.streams import Communication
 
@@ -101,9 +101,9 @@ def test_parameters_that_outlived_a_function_transform_are_refused():
 def test_applied_at_once_is_apply():
     assert plans.Broadcast is functions.Broadcast
     for kind in (functions.Broadcast, functions.Land):
-        assert _torch_compat.applied_at_once(kind) != kind.apply
+        assert _torch_autograd.applied_at_once(kind) != kind.apply
     copies = (torch.ones(2), torch.zeros(3))
     link = torch.empty(0, requires_grad=True)
-    landed = _torch_compat.applied_at_once(functions.Land)(copies, link)
+    landed = _torch_autograd.applied_at_once(functions.Land)(copies, link)
     assert len(landed) == 2 and all(a is b for a, b in zip(landed, copies))
     assert all(type(each.grad_fn).__name__ == "LandBackward" for each in landed)

@@ -110,7 +110,7 @@ def test_only_a_capture_has_a_branch(monkeypatch, side, branch, capturing, devic
         __enter__ = __exit__ = lambda self, *error: None
 
     event = Event("event")
-    monkeypatch.setattr(captures._torch_compat, "external_event", lambda: event)
+    monkeypatch.setattr(captures._torch_cuda, "external_event", lambda: event)
     monkeypatch.setattr(captures, "_branches", {GPU: branch})
     monkeypatch.setattr(torch.cuda, "device", Current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -229,7 +229,7 @@ def test_no_capture_is_left_open(monkeypatch, side, interrupt):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(captures, "guarded_states", contextlib.nullcontext)
     monkeypatch.setattr(captures, "_renew_generators", renewed.append)
-    monkeypatch.setattr(captures._torch_compat, "end_pool", lambda *args: pools.append(args))
+    monkeypatch.setattr(captures._torch_cuda, "end_pool", lambda *args: pools.append(args))
     with pytest.raises(RuntimeError if interrupt in ("no begin", "end") else KeyboardInterrupt):
         captures.CudaRecorder([GPU]).record(GPU, "pool", act)
     assert not graph.capturing and captures._branches == {}
@@ -274,7 +274,7 @@ def test_a_capture_on_another_gpu_than_the_current_one_is_seen(monkeypatch, capt
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
-    monkeypatch.setattr(captures._torch_compat, "raw_stream", handles.__getitem__)
+    monkeypatch.setattr(captures._torch_cuda, "raw_stream", handles.__getitem__)
     runtime = Runtime(nn.Linear(2, 2), [GPU, OTHER], (1 << 20, "zero", None))
     refused = pytest.raises(RuntimeError, match="on 2 GPUs cannot run inside torch.cuda.graph")
     with contextlib.nullcontext() if captured is None else refused:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastdp import _C, _torch_compat
+from fastdp import _C, _torch_tensors
 
 pytestmark = pytest.mark.seam
 
@@ -236,7 +236,7 @@ def test_aliases():
     plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2), requires_grad=False)
     special = Own(torch.ones(4))
     tensors = (*plain, special, torch.ones(5))
-    aliases = _C.aliases(tensors, nn.Parameter, _torch_compat.as_parameter)
+    aliases = _C.aliases(tensors, nn.Parameter, _torch_tensors.as_parameter)
     for alias, tensor in zip(aliases, tensors, strict=True):
         assert type(alias) is nn.Parameter and alias is not tensor
         assert not alias.requires_grad and alias.data_ptr() == tensor.data_ptr()

@@ -1,7 +1,8 @@
-"""Private attributes of torch: each that fastdp names is in a table of fastdp/_torch_compat.py, and
-is there in this torch. A torch without them: test_torch_lacking.py."""
+"""Private attributes of torch: each that fastdp names is in a table of a fastdp/_torch_*.py, and is
+there in this torch. A torch without them: test_torch_lacking.py."""
 
 import ast
+import functools
 import pathlib
 import re
 import subprocess
@@ -11,16 +12,15 @@ import types
 import pytest
 import torch
 from torch import nn
-from torch_owners import REPLICATE, owners
+from torch_owners import COMPILERS, PRIVATE, REPLICATE, TABLES, owners
 
 import fastdp
-from fastdp import _compiler_compat, _torch_compat, buckets
+from fastdp import _torch_compiler, buckets
+from fastdp._torch_protocol import SHARED
 
 PACKAGE = pathlib.Path(fastdp.__file__).parent
 SOURCES = sorted(PACKAGE.glob("*.py"))
 CORE = sorted((PACKAGE.parent / "csrc").glob("py_*.c"))
-COMPILERS = _compiler_compat.PRIVATE
-TABLES = {**_torch_compat.PRIVATE, **_torch_compat.SHARED}
 
 
 # The tables say what this torch has.
@@ -39,7 +39,7 @@ EARLIER = {"_cuda_endAllocateCurrentStreamToPool", "_torchdynamo_orig_callable"}
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
-@pytest.mark.parametrize("name", _torch_compat.PRIVATE)
+@pytest.mark.parametrize("name", PRIVATE)
 def test_this_torch_has_it(name):
     if name.startswith("_cuda_") and torch.version.cuda is None:
         pytest.skip("a torch without CUDA")
@@ -48,7 +48,7 @@ def test_this_torch_has_it(name):
         pytest.skip("a name that another torch has")
     assert there, (
         f"torch {torch.__version__} has lost {name}: fastdp goes on as the table says, "
-        f"'{_torch_compat.PRIVATE[name][1]}'"
+        f"'{PRIVATE[name][1]}'"
     )
 
 
@@ -91,7 +91,7 @@ def test_this_torch_has_what_is_shared():
     in_source = {"_former_parameters": REPLICATE, "_is_param": torch.nn.parameter}
     missing = [
         name
-        for name in _torch_compat.SHARED
+        for name in SHARED
         if name not in in_source and not any(hasattr(each, name) for each in owners)
     ]
     assert missing == []
@@ -109,7 +109,7 @@ def test_the_hooks_are_those_that_torch_copies():
         if isinstance(value, dict) and "hooks" in name
     }
     assert dictionaries - {"_non_persistent_buffers_set"} == {
-        name for name in _torch_compat.SHARED if "hooks" in name and "optimizer" not in name
+        name for name in SHARED if "hooks" in name and "optimizer" not in name
     }
 
 
@@ -129,24 +129,40 @@ def is_private(name):
     return re.fullmatch(r"_[A-Za-z]\w*[A-Za-z0-9]", name) is not None
 
 
+def tables(tree):
+    """The strings of PRIVATE and SHARED."""
+    return {
+        id(each)
+        for statement in tree.body
+        if isinstance(statement, ast.Assign)
+        and getattr(statement.targets[0], "id", "") in ("PRIVATE", "SHARED")
+        for each in ast.walk(statement.value)
+    }
+
+
 def private_names(path):
-    """Private names in a file: attributes that are read or written, names imported, and strings
-    that may be meant for getattr."""
+    return filter(is_private, names_in(path))
+
+
+def names_in(path):
+    """Attributes that a file reads or writes, names that it imports, and strings that may be meant
+    for getattr; those of the tables are not."""
     tree = ast.parse(path.read_text())
-    skipped = docstrings(tree)
+    skipped = docstrings(tree) | tables(tree)
     for each in ast.walk(tree):
         if isinstance(each, ast.Attribute):
-            yield from filter(is_private, [each.attr])
+            yield each.attr
         elif isinstance(each, (ast.Import, ast.ImportFrom)):
             parts = [part for alias in each.names for part in alias.name.split(".")]
-            yield from filter(is_private, parts + (getattr(each, "module", "") or "").split("."))
+            yield from parts + (getattr(each, "module", "") or "").split(".")
         elif isinstance(each, ast.keyword) and each.arg:
-            yield from filter(is_private, [each.arg])
+            yield each.arg
         elif isinstance(each, ast.Constant) and isinstance(each.value, str):
             if id(each) not in skipped and re.fullmatch(r"[\w.]+", each.value):
-                yield from filter(is_private, each.value.split("."))
+                yield from each.value.split(".")
 
 
+@functools.cache
 def own_names():
     """What the package itself defines: functions, classes, globals, attributes of self, members of
     its core."""
@@ -172,10 +188,9 @@ NOT_TORCH |= {"_fastdp_compiled_for", "_fastdp_seen_call", "_fastdp_said_parts"}
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_no_private_name_of_torch_outside_the_tables(path):
-    own = {"_torch_compat.py": _torch_compat.PRIVATE, "_compiler_compat.py": COMPILERS}
-    allowed = {**_torch_compat.SHARED, **own.get(path.name, {})}
+    allowed = {*SHARED, *TABLES.get(path.name, ())}
     found = set(private_names(path)) - own_names() - NOT_TORCH - {"_C"}
-    assert found <= set(allowed), f"{path.name} names {sorted(found - set(allowed))}"
+    assert found <= allowed, f"{path.name} names {sorted(found - allowed)}"
 
 
 def test_the_core_names_no_private_attribute_outside_the_tables():
@@ -188,29 +203,21 @@ def test_the_core_names_no_private_attribute_outside_the_tables():
     }
     own = own_names() | {"_use_exchange_table", "_borrow"}
     assert "_parameters" in named, "the scan sees nothing"
-    assert named - own <= set(_torch_compat.SHARED), sorted(named - own)
+    assert named - own <= set(SHARED), sorted(named - own)
 
 
 def test_the_tables_name_nothing_that_is_not_used():
+    for file, table in TABLES.items():
+        assert set(table) <= set(names_in(PACKAGE / file)), file
     text = "".join(path.read_text() for path in CORE)
-    # Their own file names them in the tables: look for a second time there.
-    compat = (PACKAGE / "_torch_compat.py").read_text()
-    others = [path for path in SOURCES if path.stem != "_torch_compat"]
-    elsewhere = {name for path in others for name in private_names(path)}
-    for name in TABLES:
-        again = len(re.findall(rf"\b{name}\b", compat)) > 1
-        assert name in elsewhere or f'"{name}"' in text or again, name
-
-
-def test_the_compilers_table_names_nothing_that_is_not_used():
-    text = (PACKAGE / "_compiler_compat.py").read_text()
-    assert [name for name in COMPILERS if len(re.findall(rf"\b{name}\b", text)) < 2] == []
+    named = {name for path in SOURCES for name in private_names(path)}
+    assert [name for name in SHARED if name not in named and f'"{name}"' not in text] == []
 
 
 def test_the_scan_sees_a_private_name(tmp_path):
     file = tmp_path / "sample.py"
     file.write_text(
-        "'_no'\nimport torch._utils\nfrom torch import _prims\ntorch._one(_two=1)\n"
+        "'_no'\nSHARED = {'_listed': ''}\nimport torch._utils\nfrom torch import _prims\ntorch._one(_two=1)\n"
         "getattr(torch, '_three')\nx.__four__\nx['torch._five'].six\n"
     )
     assert set(private_names(file)) == {"_utils", "_prims", "_one", "_two", "_three", "_five"}
@@ -306,9 +313,9 @@ def test_slots_with_lost_strides_are_tensors_like_the_others(monkeypatch):
 def test_a_compiler_of_2_4_is_left_alone_and_named(monkeypatch, caplog):
     """It would compile each replica for itself, at each step anew."""
     monkeypatch.setattr(torch, "__version__", "2.4.1+cpu")
-    assert "torch 2.4.1+cpu compiles each replica for itself" in _compiler_compat.reason_against()
+    assert "torch 2.4.1+cpu compiles each replica for itself" in _torch_compiler.reason_against()
     dp = fastdp.DataParallel(nn.Linear(3, 2), ["cpu"] * 2, compile=True)
     x = torch.ones(4, 3)
     assert torch.equal(dp(x), dp.module(x))
-    assert dp.report()["compiled"]["reasons"] == [_compiler_compat.reason_against()]
+    assert dp.report()["compiled"]["reasons"] == [_torch_compiler.reason_against()]
     assert "replicas run uncompiled: torch 2.4.1+cpu compiles each" in caplog.text

@@ -1,4 +1,4 @@
-"""A torch that lacks private attributes: where the table of fastdp/_torch_compat.py promises a way
+"""A torch that lacks private attributes: where the tables of fastdp/_torch_*.py promise a way
 without one, that way gives the numbers."""
 
 import contextlib
@@ -9,9 +9,9 @@ import pytest
 import torch
 from nets import Apply, Net, grads, ints, same
 from torch import nn
-from torch_owners import DATA_PARALLEL, RECORDED, owners
+from torch_owners import DATA_PARALLEL, PRIVATE, RECORDED, owners
 
-from fastdp import _torch_compat
+from fastdp import _torch_autograd, _torch_cuda, _torch_protocol, _torch_state
 
 
 class Lacking:
@@ -33,13 +33,13 @@ def without(monkeypatch, name):
     with monkeypatch.context() as patch:
         if name == "_set_sequence_nr":
             # It cannot be deleted from a node: the function that looks it up sees something else.
-            run_early = _torch_compat.run_early
-            patch.setattr(_torch_compat, "run_early", lambda node: run_early(object()))
+            run_early = _torch_autograd.run_early
+            patch.setattr(_torch_autograd, "run_early", lambda node: run_early(object()))
         elif name == "_log_api_usage_once":
             # torch itself cannot do without: only fastdp does not see it.
             core = Lacking(torch._C, name)
-            patch.setattr(_torch_compat, "torch", Lacking(torch, _C=core))
-            assert not hasattr(_torch_compat.torch._C, name)
+            patch.setattr(_torch_protocol, "torch", Lacking(torch, _C=core))
+            assert not hasattr(_torch_protocol.torch._C, name)
         else:
             patch.delattr(owner, name, raising=False)
             assert not hasattr(owner, name)
@@ -48,7 +48,7 @@ def without(monkeypatch, name):
 
 PROMISED = [
     name
-    for name, (_, instead) in _torch_compat.PRIVATE.items()
+    for name, (_, instead) in PRIVATE.items()
     if not instead.startswith(("none", "recordings"))
 ]
 
@@ -69,7 +69,7 @@ def train(impl, x):
 
 def test_all_but_these_are_promised():
     others = {"_make_subclass", "_cuda_endAllocateToPool", "_cuda_releasePool"}
-    assert set(_torch_compat.PRIVATE) - set(PROMISED) - set(RECORDED) == others
+    assert set(PRIVATE) - set(PROMISED) - set(RECORDED) == others
 
 
 @pytest.mark.parametrize("name", PROMISED)
@@ -113,29 +113,30 @@ def test_without_make_subclass(fast, kind, monkeypatch):
 def test_recordings_do_without(monkeypatch):
     """Each answer is then that nothing is there, and none is an error."""
     with torch.device("cpu"):
-        assert len(_torch_compat.function_modes()) == 1
-    assert len(_torch_compat.kernel_flags()) > 10
+        assert len(_torch_state.function_modes()) == 1
+    assert len(_torch_state.kernel_flags()) > 10
     core = Lacking(torch._C, *RECORDED)
     place = types.SimpleNamespace(modules=types.SimpleNamespace(module=object()))
-    monkeypatch.setattr(_torch_compat, "torch", Lacking(torch, _C=core, nn=place))
-    monkeypatch.setattr(_torch_compat, "_GETTERS", _torch_compat._flag_getters())
+    for file in (_torch_autograd, _torch_state):
+        monkeypatch.setattr(file, "torch", Lacking(torch, _C=core, nn=place))
+    monkeypatch.setattr(_torch_state, "_GETTERS", _torch_state._flag_getters())
     with torch.device("cpu"), torch.autograd.graph.save_on_cpu():
-        assert _torch_compat.function_modes() == ()
-        assert not _torch_compat.dispatch_mode_active()
-        assert _torch_compat.saved_tensors_hooks_active()  # asked in the public way
-    assert not _torch_compat.saved_tensors_hooks_active()
-    assert _torch_compat.kernel_flags() == ()
-    assert _torch_compat.global_module_hooks() == []
+        assert _torch_state.function_modes() == ()
+        assert not _torch_state.dispatch_mode_active()
+        assert _torch_autograd.saved_tensors_hooks_active()  # asked in the public way
+    assert not _torch_autograd.saved_tensors_hooks_active()
+    assert _torch_state.kernel_flags() == ()
+    assert _torch_state.global_module_hooks() == []
 
 
 def test_kernel_flags_where_torch_refuses_to_answer(monkeypatch):
     def refuses():
         raise RuntimeError("legacy and new APIs are mixed")
 
-    want = _torch_compat.kernel_flags()
-    getters = _torch_compat._GETTERS
-    monkeypatch.setattr(_torch_compat, "_GETTERS", (refuses, *getters[1:]))
-    assert _torch_compat.kernel_flags() == (None, *want[1:])
+    want = _torch_state.kernel_flags()
+    getters = _torch_state._GETTERS
+    monkeypatch.setattr(_torch_state, "_GETTERS", (refuses, *getters[1:]))
+    assert _torch_state.kernel_flags() == (None, *want[1:])
 
 
 def test_torch_func_raises_without_the_level_too(fast, monkeypatch):
@@ -152,7 +153,7 @@ def test_raw_stream_is_the_current_stream_either_way(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: seen.append(index) or Stream)
     monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
-    assert _torch_compat.raw_stream(1) == 77 and seen == [1]
+    assert _torch_cuda.raw_stream(1) == 77 and seen == [1]
     indices = []
     monkeypatch.setattr(
         torch._C,
@@ -160,7 +161,7 @@ def test_raw_stream_is_the_current_stream_either_way(monkeypatch):
         lambda index: indices.append(index) or 78,
         raising=False,
     )
-    assert _torch_compat.raw_stream(1) == 78 and indices == [1]
+    assert _torch_cuda.raw_stream(1) == 78 and indices == [1]
 
 
 @pytest.mark.parametrize("disabled", [False, True])
@@ -168,8 +169,8 @@ def test_saved_tensors_hooks_are_asked_for_in_the_public_way(disabled, monkeypat
     """What a torch before 2.8 has alone. Asking leaves things as they were."""
     graph = torch.autograd.graph
     core = Lacking(torch._C, "_autograd")
-    monkeypatch.setattr(_torch_compat, "torch", Lacking(torch, _C=core))
-    active = _torch_compat.saved_tensors_hooks_active
+    monkeypatch.setattr(_torch_autograd, "torch", Lacking(torch, _C=core))
+    active = _torch_autograd.saved_tensors_hooks_active
     kept = []
     with graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
         assert active() and active()
@@ -190,21 +191,21 @@ def test_default_device(torch_sees_contexts, monkeypatch):
     """`torch.get_default_device` does not know of contexts in torch 2.6, and fails in 2.9 after the
     second of these."""
     if not torch_sees_contexts:
-        monkeypatch.setattr(_torch_compat, "_sees_contexts", lambda: False)
+        monkeypatch.setattr(_torch_state, "_sees_contexts", lambda: False)
         monkeypatch.setattr(torch, "get_default_device", None)
     torch.set_default_device("cpu")
     torch.set_default_device(None)
-    assert _torch_compat.default_device() is None
+    assert _torch_state.default_device() is None
     with torch.device("meta"):
-        assert _torch_compat.default_device() == torch.device("meta")
+        assert _torch_state.default_device() == torch.device("meta")
         with torch.device("cpu"):
-            assert _torch_compat.default_device() is None
+            assert _torch_state.default_device() is None
     torch.set_default_device("meta")
     try:
-        assert _torch_compat.default_device() == torch.device("meta")
+        assert _torch_state.default_device() == torch.device("meta")
     finally:
         torch.set_default_device(None)
-    assert _torch_compat.default_device() is None
+    assert _torch_state.default_device() is None
 
 
 @pytest.mark.parametrize(
@@ -218,21 +219,20 @@ def test_a_pool_is_ended_under_either_name(name, monkeypatch):
         raise RuntimeError("no such pool")
 
     core = types.SimpleNamespace(**{name: refuses, "_cuda_releasePool": refuses})
-    monkeypatch.setattr(_torch_compat, "torch", types.SimpleNamespace(_C=core))
-    _torch_compat.end_pool(torch.device("cuda", 1), (0, 7))
+    monkeypatch.setattr(_torch_cuda, "torch", types.SimpleNamespace(_C=core))
+    _torch_cuda.end_pool(torch.device("cuda", 1), (0, 7))
     assert called == [(1, (0, 7))] * 2
 
 
 def test_forward_mode_and_transforms_are_noticed():
-    assert not _torch_compat.forward_mode_active()
-    assert not _torch_compat.inside_function_transform()
+    assert not _torch_autograd.forward_mode_active()
+    assert not _torch_autograd.inside_function_transform()
     with torch.autograd.forward_ad.dual_level():
-        assert _torch_compat.forward_mode_active()
-    assert not _torch_compat.forward_mode_active()
+        assert _torch_autograd.forward_mode_active()
+    assert not _torch_autograd.forward_mode_active()
     seen = []
-    torch.func.grad(lambda x: (seen.append(_torch_compat.inside_function_transform()), x.sum())[1])(
-        torch.ones(2)
-    )
+    inside = _torch_autograd.inside_function_transform
+    torch.func.grad(lambda x: (seen.append(inside()), x.sum())[1])(torch.ones(2))
     assert seen == [True]
 
 
@@ -240,10 +240,10 @@ def test_forward_mode_and_transforms_are_noticed():
 def test_balance_is_torchs_warning(monkeypatch):
     asked = []
     monkeypatch.setattr(DATA_PARALLEL, "_check_balance", asked.append, raising=False)
-    _torch_compat.check_balance([0, 1])
+    _torch_protocol.check_balance([0, 1])
     assert asked == [[0, 1]]
     monkeypatch.delattr(DATA_PARALLEL, "_check_balance")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _torch_compat.check_balance([0, 1])
+        _torch_protocol.check_balance([0, 1])
     assert asked == [[0, 1]]

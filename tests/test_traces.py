@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import fastdp
-from fastdp import _torch_compat, trace_picture, trace_summary
+from fastdp import _torch_state, trace_picture, trace_summary
 from fastdp.__main__ import main
 
 PHASES = {"scatter", "replicate", "parallel_apply", "gather", "replica 0", "replica 1"}
 PHASES |= {"broadcast of bucket 0", "reduce of bucket 0"}
 
 needs_all_threads = pytest.mark.skipif(
-    _torch_compat.all_threads() is None, reason="needs torch 2.9: profiles of all threads"
+    _torch_state.all_threads() is None, reason="needs torch 2.9: profiles of all threads"
 )
 
 
@@ -69,7 +69,7 @@ def test_steps_that_raise_leave_no_file_and_no_profiler(tmp_path):
     trace = dp.trace(tmp_path / "t.json")
     with pytest.raises(ZeroDivisionError), trace:
         1 / 0
-    assert not list(tmp_path.iterdir()) and not _torch_compat.profiler_listens()
+    assert not list(tmp_path.iterdir()) and not _torch_state.profiler_listens()
     with pytest.raises(RuntimeError, match="entered before"), trace:
         pass
 
@@ -89,15 +89,15 @@ def test_mistakes_are_told_before_the_steps(path, error, words):
 
 @needs_all_threads
 def test_a_torch_without_the_option_for_threads(monkeypatch):
-    assert _torch_compat.all_threads() is not None
+    assert _torch_state.all_threads() is not None
 
     def config(**options):
         raise TypeError(options)
 
     monkeypatch.setattr(torch.profiler, "_ExperimentalConfig", config)
-    assert _torch_compat.all_threads() is None
+    assert _torch_state.all_threads() is None
     monkeypatch.delattr(torch.profiler, "_ExperimentalConfig")
-    assert _torch_compat.all_threads() is None
+    assert _torch_state.all_threads() is None
 
 
 # Written by hand: us, on host threads 1 (the caller), 2 (replica 1), 3 (the engine's).

@@ -1,20 +1,28 @@
-"""Who has torch's private attributes that the tables of fastdp/_torch_compat.py name."""
+"""Who has torch's private attributes that the tables of fastdp/_torch_*.py name."""
 
 import importlib
+import pathlib
 
 import torch
 import torch.utils._device
 
-from fastdp import _torch_compat
+import fastdp
 
 # torch.nn.parallel.data_parallel is also a function of that name.
 DATA_PARALLEL = importlib.import_module("torch.nn.parallel.data_parallel")
 REPLICATE = importlib.import_module("torch.nn.parallel.replicate")
 
+# file -> its table: name -> (where it lives, what fastdp does without it).
+TABLES = {
+    path.name: importlib.import_module(f"fastdp.{path.stem}").PRIVATE
+    for path in sorted(pathlib.Path(fastdp.__file__).parent.glob("_torch_*.py"))
+}
+COMPILERS = TABLES["_torch_compiler.py"]
+PRIVATE = {
+    name: told for table in TABLES.values() if table is not COMPILERS for name, told in table.items()
+}
 # What an eager forward does not look at.
-RECORDED = [
-    name for name, (_, instead) in _torch_compat.PRIVATE.items() if instead.startswith("recordings")
-]
+RECORDED = [name for name, (_, instead) in PRIVATE.items() if instead.startswith("recordings")]
 
 
 def node():
@@ -40,7 +48,7 @@ def owners():
         "torch.nn.modules.module": torch.nn.modules.module,
     }
     return {
-        **{name: places[_torch_compat.PRIVATE[name][0]] for name in RECORDED},
+        **{name: places[PRIVATE[name][0]] for name in RECORDED},
         "_make_subclass": torch.Tensor,
         "_set_sequence_nr": node(),
         "_log_api_usage_once": torch._C,
