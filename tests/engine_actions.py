@@ -278,7 +278,9 @@ def by_hooks(twin, rng):
 
 
 def scaled(twin, rng):
-    twin.scaler = twin.scaler or torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    twin.scaler = twin.scaler or torch.amp.GradScaler(
+        twin.home.type, init_scale=8.0, growth_interval=3
+    )
     clear(twin, rng)
     output = called(twin, rng)[1]
     if not learned(output):

@@ -135,7 +135,7 @@ class Reads(nn.Module):
     def forward(self, h, ids):
         h = self.second(self.first(h)) if self.deep else self.first(h)
         h = torch.tanh(h * self.rate) * self.items["gain"][0]
-        return h + len(self.items["set"]) + self.plain.to(h.dtype)
+        return h + len(self.items["set"]) + self.plain.to(h)
 
 
 class _Double(torch.autograd.Function):
@@ -321,7 +321,7 @@ class Foreign(nn.Module):
         self.held = [torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)]
 
     def forward(self, h, ids):
-        return h * self.held[0]
+        return h * self.held[0].to(h.device)
 
 
 def _norm(track):

@@ -79,7 +79,7 @@ def buffer(twin, rng):
     elif kind == "set":
         setattr(module, name, tensor.clone() + 1)
     elif kind == "register":
-        module.register_buffer("more", torch.ones(2, dtype=twin.dtype))
+        module.register_buffer("more", torch.ones(2, dtype=twin.dtype, device=twin.home))
     elif hasattr(module, "more"):
         del module.more
 
@@ -97,7 +97,7 @@ def replace(twin, rng):
     elif kind == "order":
         twin.net.blocks = nn.ModuleList(list(twin.net.blocks)[::-1])
     elif kind == "more":
-        twin.net.blocks.append(Layer().to(twin.dtype))
+        twin.net.blocks.append(Layer().to(twin.home, twin.dtype))
     elif kind == "tie" and len(linears) > 1:
         linears[0].weight = linears[-1].weight
     elif kind == "bias":

@@ -78,7 +78,7 @@ def under_modes(twin, rng):
     elif kind == "saved":
         context = torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t)
     elif kind == "autocast":
-        context = torch.autocast("cpu", torch.bfloat16)
+        context = torch.autocast(twin.home.type, torch.bfloat16)
     else:
         context = torch.set_grad_enabled(kind != "grad off and on")
     if kind == "default dtype":
@@ -125,7 +125,8 @@ def under_autocast(twin, rng):
     clear(twin, rng)
     results = []
     for _ in range(rng.randint(1, 5)):
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=rng.random() < 0.8):
+        cached = rng.random() < 0.8
+        with torch.autocast(twin.home.type, torch.bfloat16, cache_enabled=cached):
             output = called(twin, rng, twin.program.forms[0])[1]
         results.append(output)
         if learned(output):

@@ -22,6 +22,7 @@ from engine_blocks import WIDTH, WORDS
 from engine_cases import tensors
 from engine_nets import net_of
 from operator_recorder import OperatorRecorder
+from torch import nn
 
 import fastdp
 
@@ -47,28 +48,31 @@ class Form:
     def arguments(self, twin, seed):
         generator = torch.Generator().manual_seed(seed)
         shape = (WIDTH, self.rows) if self.kind == "turned" else (self.rows, WIDTH)
-        x = torch.randn(shape, generator=generator, dtype=torch.float64).to(twin.dtype)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64).to(twin.home, twin.dtype)
         if self.kind == "turned":
             x = x.t()
         elif self.kind == "wide":
             x = x[:1].expand(self.rows, WIDTH)
-        ids = torch.randint(0, WORDS, (self.rows,), generator=generator)
+        ids = torch.randint(0, WORDS, (self.rows,), generator=generator).to(twin.home)
         named = {} if self.scale == 1.0 else {"scale": self.scale}
         if self.extra:
             shift = torch.randn(self.rows, WIDTH, generator=generator, dtype=torch.float64)
-            named["extra"] = {"shift": shift.to(twin.dtype), "name": "shift"}
+            named["extra"] = {"shift": shift.to(twin.home, twin.dtype), "name": "shift"}
         return [x.requires_grad_(self.needs), *([ids] if self.ids else [])], named
 
 
 class Twin:
-    """A wrapper, and what a script has beside it."""
+    """A wrapper over `devices`, again and again, and what a script has beside it."""
 
-    def __init__(self, module, engine, replicas, options):
+    def __init__(self, module, engine, replicas, options, devices=("cpu",)):
         self.engine, self.replicas = engine, replicas
+        self.home = torch.device(devices[0])
+        moved(module, self.home)
         if engine == "torch's":
             self.dp = oracle.DataParallel(module, list(range(replicas)))
         else:
-            self.dp = fastdp.DataParallel(module, ["cpu"] * replicas, engine=engine, **options)
+            ids = [devices[rank % len(devices)] for rank in range(replicas)]
+            self.dp = fastdp.DataParallel(module, ids, engine=engine, **options)
         self.dtype = torch.float64
         self.optimizer: Any = None
         self.scaler: Any = None
@@ -94,7 +98,7 @@ class Twin:
     def arm(self):
         """Before each action: a wrapper's threads, recordings and recorder go with its copies, or
         where its module is replaced."""
-        if self.engine in ("eager", "torch's"):
+        if self.engine in ("eager", "torch's") or self.home.type != "cpu":
             return
         runtime = self.dp._fastdp_get_runtime()
         if runtime.recorder is None:
@@ -164,6 +168,18 @@ class Before:
         twin.kept = self.kept
         del twin.log[self.lengths[1] :]
         torch.set_rng_state(self.random)
+
+
+def moved(module, home):
+    """With what it holds beside parameters and buffers."""
+    for part in module.to(home).modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(part, name, value.to(home))
+            elif isinstance(value, list) and value and isinstance(value[0], nn.Module):
+                moved(value[0], home)
+            elif isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+                value[0] = value[0].detach().to(home).requires_grad_(value[0].requires_grad)
 
 
 def copied(tensor):
@@ -238,7 +254,7 @@ def done(act, twin, seed):
 class Program:
     """A model, two twins of it, and the actions to come. `trace` says what ran, to be read."""
 
-    def __init__(self, seed, actions):
+    def __init__(self, seed, actions, devices=("cpu",)):
         self.rng = random.Random(seed)
         self.seed, self.actions, self.trace = seed, actions, []
         tame = self.rng.random() < 0.85
@@ -253,6 +269,7 @@ class Program:
             options[name] = self.rng.choice(values)
         # Now and then the twin is torch's own, which fails where fastdp does not.
         self.rival = self.rng.random() < 0.2 and tame and self.replicas > 1
+        self.rival = self.rival and len(devices) == 1
         self.over = False
         if self.rival:
             options = {"bucket_bytes": options["bucket_bytes"]}
@@ -260,7 +277,7 @@ class Program:
         nets = [net_of(random.Random(model), tame) for _ in range(2)]
         self.names = nets[0][1]
         self.recorded, self.eager = self.twins = [
-            Twin(net, engine, self.replicas, options)
+            Twin(net, engine, self.replicas, options, devices)
             for (net, _), engine in zip(nets, (self.engine, "torch's" if self.rival else "eager"))
         ]
         self.forms = [self._form(True), self._form(False), self._form(False)]

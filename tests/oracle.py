@@ -2,8 +2,8 @@
 
 The sources of torch.nn.parallel are read from the installed torch and executed a second time in a
 private package, `torch_parallel_on_host`, whose `comm`, device look-ups, streams and device guards
-are host stand-ins. Device i is replica i; all memory is host memory, and only what torch aliases
-is aliased: device 0's copies are the base's own tensors. torch itself is not patched, so a backward
+are host stand-ins. Device i is replica i; all memory is host memory (or one GPU's, where the module
+and its inputs are there), and only what torch aliases is aliased: device 0's copies are the base's own tensors. torch itself is not patched, so a backward
 long after the forward, in any thread, still runs the same code. Two kinds of statements are left
 out: the checks that refuse tensors of device type "cpu".
 """
@@ -108,9 +108,17 @@ class _Facade:
         return getattr(self._behind, name)
 
 
-def _autocast(device_type, enabled=True):
-    """A torch before 2.11 enters that of GPUs."""
-    return torch.autocast("cpu", enabled=enabled)
+def _autocasts(device_type=None):
+    """The kinds of devices for which it is on: memory may also be a GPU's, for replicas of one."""
+    return tuple(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
+@contextlib.contextmanager
+def _autocast(device_type, enabled=()):
+    """For the kinds of `_autocasts`, whichever kind the source names."""
+    with torch.autocast("cpu", enabled="cpu" in enabled):
+        with torch.autocast("cuda") if "cuda" in enabled else contextlib.nullcontext():
+            yield
 
 
 def _torch_for(part):
@@ -127,7 +135,7 @@ def _torch_for(part):
         "accelerator": _Facade(getattr(torch, "accelerator", None), **guards),
         "cuda": _Facade(torch.cuda, **guards),
         "amp": _Facade(torch.amp, autocast=_autocast),
-        "is_autocast_enabled": lambda device_type="cpu": torch.is_autocast_enabled(device_type),
+        "is_autocast_enabled": _autocasts,
     }
     if part == "data_parallel":
         own["device"] = lambda *_: torch.device("cpu")

@@ -1,25 +1,31 @@
 """The graph engine under programs at random: models (engine_nets.py) trained and changed
 (engine_actions.py, engine_mishaps.py, engine_edits.py) by a recorded wrapper and an eager twin,
 which must stay equal to the bit (engine_programs.py). A failure names its seed; `replayed(seed)`
-below is how to look at one. `--long` runs 60 programs for each one of the short form."""
+below is how to look at one. `--long` runs 60 programs for each one of the short form.
+
+On GPUs the recordings are CUDA graphs."""
 
 import gc
 
 import pytest
 import torch
+from conftest import no_cuda_reason
 from engine_actions import STEPS
 from engine_cases import settings
 from engine_edits import EDITS
 from engine_mishaps import MISHAPS
 from engine_programs import Program, failing
+from gpu_lists import lacking
 
 ACTIONS = {**STEPS, **MISHAPS, **EDITS}
-PARTS, PROGRAMS = 3, 12
+PARTS = 3
+# Where replicas run, one after the other, and how many programs each part has there.
+PLACES = {"host": (("cpu",), 12), "a GPU": (("cuda:0",), 6), "GPUs": (("cuda:0", "cuda:1"), 6)}
 
 
-def replayed(seed):
+def replayed(seed, devices=("cpu",)):
     """The program of that seed, run as far as it goes."""
-    program = Program(seed, ACTIONS)
+    program = Program(seed, ACTIONS, devices)
     program.run(program.rng.randint(15, 40))
     return program
 
@@ -34,12 +40,16 @@ def still(monkeypatch):
         gc.unfreeze()
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_programs(part, still, request):
-    count = PROGRAMS * (60 if request.config.getoption("--long") else 1)
+def test_programs(part, place, still, request):
+    devices, count = PLACES[place]
+    if place != "host" and (reason := no_cuda_reason() or lacking(range(len(devices)))):
+        pytest.skip(reason)
+    count *= 60 if request.config.getoption("--long") else 1
     ran = {"eager": 0, "graph": 0}
     for seed in range(part, PARTS * count, PARTS):
-        for kind, steps in replayed(seed).recorded.harvest.items():
+        for kind, steps in replayed(seed, devices).recorded.harvest.items():
             ran[kind] += steps
     assert ran["graph"] > 0.2 * sum(ran.values()), ran
 
