@@ -5,7 +5,8 @@ both do. A test that asks for `fast` runs on fastdp alone: there fastdp betters 
 torch's cannot show it. Host replicas always (torch's through oracle.py); with a GPU and a CUDA
 build also several replicas on one GPU, and with several GPUs replicas spread over them.
 
-A test that covers a row of rows.py may be skipped for want of GPUs or of a newer torch, no more.
+A test that covers a row of row_titles.py may be skipped for want of GPUs or of a newer torch, no
+more.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ def pytest_configure(config):
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
     for line in (
-        "row(*ids, why=None): the rows of tests/rows.py that a test covers, and what of them",
+        "row(*ids, why=None): the rows of tests/row_titles.py that a test covers, and what of them",
         "distinct: torch's own shares one copy among replicas of one GPU; its side needs several",
         "seam: tests of the border between Python and the core; also run under the sanitizers",
         "slow: takes more than a few seconds",
@@ -218,6 +219,17 @@ def means(request, monkeypatch):
         pytest.skip(reason)
     with engine_cases.settings(monkeypatch):
         yield engine_cases.Means(tuple(engine_cases.ids_of(request.param)))
+
+
+@pytest.fixture(params=["table", "capsule"])
+def way(request):
+    """Both ways of torch's tensors into the core: with the exchange table, and as a torch without
+    it."""
+    from fastdp import _C
+
+    former = _C._use_exchange_table(request.param == "table")
+    yield request.param
+    _C._use_exchange_table(former)
 
 
 @pytest.fixture(params=[True, False], ids=["beside", "in line"])

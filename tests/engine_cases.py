@@ -266,9 +266,9 @@ def rows_of_four(means, seed=0):
     return noise(means, 6, 4, seed=seed)
 
 
-def recorded_twins(means, engine="auto", **options):
-    """Twins whose steps are recorded ones by now."""
-    twins = Twins(means, Scaled(), engine, **options)
+def recorded_twins(means, engine="auto", module=None, **options):
+    """Twins of this module, or one that is `Scaled`, whose steps are recorded ones by now."""
+    twins = Twins(means, Scaled() if module is None else module, engine, **options)
     for seed in range(SETTLED + 1):
         twins.step(rows_of_four(means, seed))
     assert twins.recorded.report()["forwards"][0]["engine"] == "graph"
@@ -277,3 +277,13 @@ def recorded_twins(means, engine="auto", **options):
 
 def graph_steps(twins):
     return steps(twins.recorded)["graph"]
+
+
+def still_fine(twins, means):
+    """The next steps are recorded ones, and right."""
+    before = graph_steps(twins)
+    for dp in twins.both:
+        dp.zero_grad()
+    for seed in range(3):
+        twins.step(rows_of_four(means, 30 + seed))
+    assert graph_steps(twins) == before + 3

@@ -2,25 +2,25 @@
 and that a recording is free again for the next step, whatever became of the last."""
 
 import gc
-import threading
 
+import engine_cases
 import pytest
 import torch
 from engine_cases import (
     SETTLED,
     WATCHED,
-    Recorder,
     Twins,
     graph_steps,
     identical,
     noise,
     squares,
     steps,
+    still_fine,
 )
+from engine_cases import rows_of_four as rows
 from torch import nn
 
 import fastdp
-from fastdp import engine_entries
 
 AHEAD = WATCHED["graph"]
 SAYS_EAGER = 'engine="eager"'
@@ -31,26 +31,8 @@ def layers():
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
-def rows(means, seed=0):
-    return noise(means, 6, 4, seed=seed)
-
-
 def recorded_twins(means, engine="graph", **options):
-    twins = Twins(means, layers(), engine, **options)
-    for seed in range(SETTLED + 1):
-        twins.step(rows(means, seed))
-    assert twins.recorded.report()["forwards"][0]["engine"] == "graph"
-    return twins
-
-
-def still_fine(twins, means):
-    """The next steps are recorded ones, and right."""
-    before = graph_steps(twins)
-    for dp in twins.both:
-        dp.zero_grad()
-    for seed in range(3):
-        twins.step(rows(means, 30 + seed))
-    assert graph_steps(twins) == before + 3
+    return engine_cases.recorded_twins(means, engine, layers(), **options)
 
 
 # Two forwards.
@@ -106,18 +88,6 @@ def test_a_second_forward_is_an_error_where_one_insists(means):
     squares(kept).backward()
     squares(twins.eager(rows(means, 20))).backward()
     twins.check_gradients()
-    still_fine(twins, means)
-
-
-def test_a_graph_that_another_thread_is_letting_go_is_waited_for(means, monkeypatch):
-    """As autograd's threads do after an error."""
-    monkeypatch.setattr(engine_entries, "_PATIENCE_S", 60.0)  # of a machine that is busy
-    twins = recorded_twins(means)
-    held = [twins.recorded(rows(means, 20))]
-    thread = threading.Timer(0.02, held.clear)
-    thread.start()
-    twins.step(rows(means, 21))
-    thread.join()
     still_fine(twins, means)
 
 
@@ -311,95 +281,3 @@ def test_gradients_as_an_output_has_them_from_a_hook_of_the_user(means):
         del output
     twins.check_gradients()
     still_fine(twins, means)
-
-
-def test_a_backward_on_another_thread(means):
-    twins = recorded_twins(means)
-    for dp in twins.both:
-        dp.zero_grad()
-        loss = squares(dp(rows(means, 20)))
-        worker = threading.Thread(target=loss.backward)
-        worker.start()
-        worker.join()
-    twins.check_gradients()
-    del loss
-    still_fine(twins, means)
-
-
-# Threads.
-
-
-@pytest.mark.parametrize("means", ["cpu", "cpu-twice"], indirect=True)
-def test_nobody_waits_for_a_recording_that_is_made(means):
-    """Another thread's forward is an eager step meanwhile."""
-    recording, over = threading.Event(), threading.Event()
-
-    class Slow(Recorder):
-        def record(self, device, pool, act):
-            recording.set()
-            assert over.wait(30)
-            return super().record(device, pool, act)
-
-    twins = Twins(means, layers(), sequential=True)
-    dp = twins.recorded
-    dp._fastdp_get_runtime().recorder = Slow()
-    for seed in range(AHEAD):
-        twins.look(rows(means, seed))
-
-    def record():
-        with torch.no_grad():
-            dp(rows(means))
-
-    maker = threading.Thread(target=record)
-    maker.start()
-    try:
-        assert recording.wait(30)
-        with torch.no_grad():
-            identical(dp(rows(means, 9)), twins.eager(rows(means, 9)))
-        assert maker.is_alive()
-    finally:
-        over.set()
-        maker.join(60)
-    assert graph_steps(twins) == 1
-
-
-def test_two_threads_at_once(means):
-    """One of them has the recording, the other an eager step; both have their own numbers."""
-    twins = recorded_twins(means, "auto", sequential=True)
-    for dp in twins.both:
-        dp.module.requires_grad_(False)
-    count, errors = 12, []
-    inputs = {(name, k): rows(means, 100 * name + k) for name in range(2) for k in range(count)}
-    wants = {}
-    for place, x in inputs.items():
-        leaf = x.clone().requires_grad_()
-        output = twins.eager(leaf)
-        squares(output).backward()
-        wants[place] = output.detach(), leaf.grad
-    barrier = threading.Barrier(2)
-
-    def work(name):
-        try:
-            for k in range(count):
-                barrier.wait(30)
-                leaf = inputs[name, k].clone().requires_grad_()
-                output = twins.recorded(leaf)
-                squares(output).backward()
-                want, slope = wants[name, k]
-                torch.testing.assert_close(output.detach(), want, rtol=0, atol=0)
-                torch.testing.assert_close(leaf.grad, slope, rtol=0, atol=0)
-                with torch.no_grad():
-                    output = twins.recorded(inputs[name, k])
-                torch.testing.assert_close(output, want, rtol=0, atol=0)
-        except BaseException as error:
-            barrier.abort()
-            errors.append(error)
-
-    workers = [threading.Thread(target=work, args=(name,)) for name in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert not errors, errors
-    assert not any(worker.is_alive() for worker in workers)
-    assert graph_steps(twins) > SETTLED

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from engine_cases import WATCHED, Twins, identical, noise, reasons, steps
+from engine_cases import WATCHED, Twins, noise, steps
 from nets import Apply
 from torch import nn
 

@@ -1,5 +1,5 @@
-"""The table of rows.py is complete: each row has tests, each mark names a row, and no test of a row
-is left out for another reason than devices or a torch version."""
+"""The table of row_titles.py is complete: each row has tests, each mark names a row, and no test of
+a row is left out for another reason than devices or a torch version."""
 
 import ast
 import re
@@ -9,17 +9,18 @@ import sys
 import pytest
 import rows
 from conftest import MAY_SKIP
+from row_titles import IN_C, SAME, TITLES
 
 COVERED = rows.tests_by_row()
 
 
-@pytest.mark.parametrize("row", rows.TITLES)
+@pytest.mark.parametrize("row", TITLES)
 def test_row_has_a_test(row):
-    assert COVERED[row], f"{row} ({rows.TITLES[row]}) has no test"
+    assert COVERED[row], f"{row} ({TITLES[row]}) has no test"
 
 
 def test_every_mark_names_a_row():
-    unknown = {row: tests for row, tests in COVERED.items() if row not in rows.TITLES}
+    unknown = {row: tests for row, tests in COVERED.items() if row not in TITLES}
     assert not unknown
 
 
@@ -33,15 +34,15 @@ def test_marks_are_rows_and_tests(path):
 
 
 def test_rows_that_are_the_same_as_others_are_rows():
-    for row, others in rows.SAME.items():
-        assert row in rows.TITLES and all(other in rows.TITLES for other in others)
+    for row, others in SAME.items():
+        assert row in TITLES and all(other in TITLES for other in others)
         assert row not in others
 
 
-@pytest.mark.parametrize("row", rows.IN_C)
+@pytest.mark.parametrize("row", IN_C)
 def test_tests_in_c_exist(row):
-    assert row in rows.TITLES
-    for name in rows.IN_C[row]:
+    assert row in TITLES
+    for name in IN_C[row]:
         file, test = name.split("::")
         text = (rows.HERE / "c" / file).read_text()
         assert len(re.findall(rf"\b{test}\(", text)) >= 2, f"{name} is not defined and called"
@@ -164,4 +165,4 @@ def test_the_table_prints(capsys):
     out = capsys.readouterr().out
     assert out.startswith("A14") and "test_behaviour_modules.py::test_batch_norm" in out
     rows.main([])
-    assert len(capsys.readouterr().out.splitlines()) == len(rows.TITLES)
+    assert len(capsys.readouterr().out.splitlines()) == len(TITLES)

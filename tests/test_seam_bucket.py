@@ -33,13 +33,6 @@ def prototypes(dtype=torch.float32):
     return tuple(tensor.to(dtype) for tensor in shapes)
 
 
-@pytest.fixture(params=["table", "capsule"])
-def way(request):
-    former = _C._use_exchange_table(request.param == "table")
-    yield request.param
-    _C._use_exchange_table(former)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_slots(way, dtype):
     tensors = prototypes(dtype)

@@ -29,13 +29,6 @@ def filled(bucket, tensors, length):
     return flat
 
 
-@pytest.fixture(params=["table", "capsule"])
-def way(request):
-    former = _C._use_exchange_table(request.param == "table")
-    yield request.param
-    _C._use_exchange_table(former)
-
-
 def check_split(bucket, tensors, flat):
     slots = bucket.split(flat)
     assert type(slots) is tuple and len(slots) == bucket.count

@@ -12,13 +12,6 @@ from fastdp import _C
 pytestmark = pytest.mark.seam
 
 
-@pytest.fixture(params=["table", "capsule"])
-def way(request):
-    former = _C._use_exchange_table(request.param == "table")
-    yield request.param
-    _C._use_exchange_table(former)
-
-
 def fake():
     with FakeTensorMode():
         return torch.empty(3)

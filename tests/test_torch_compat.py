@@ -217,8 +217,8 @@ def test_the_tables_name_nothing_that_is_not_used():
 def test_the_scan_sees_a_private_name(tmp_path):
     file = tmp_path / "sample.py"
     file.write_text(
-        "'_no'\nSHARED = {'_listed': ''}\nimport torch._utils\nfrom torch import _prims\ntorch._one(_two=1)\n"
-        "getattr(torch, '_three')\nx.__four__\nx['torch._five'].six\n"
+        "'_no'\nSHARED = {'_listed': ''}\nimport torch._utils\nfrom torch import _prims\n"
+        "torch._one(_two=1)\ngetattr(torch, '_three')\nx.__four__\nx['torch._five'].six\n"
     )
     assert set(private_names(file)) == {"_utils", "_prims", "_one", "_two", "_three", "_five"}
 

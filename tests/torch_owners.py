@@ -19,7 +19,10 @@ TABLES = {
 }
 COMPILERS = TABLES["_torch_compiler.py"]
 PRIVATE = {
-    name: told for table in TABLES.values() if table is not COMPILERS for name, told in table.items()
+    name: told
+    for table in TABLES.values()
+    if table is not COMPILERS
+    for name, told in table.items()
 }
 # What an eager forward does not look at.
 RECORDED = [name for name, (_, instead) in PRIVATE.items() if instead.startswith("recordings")]
