@@ -50,19 +50,21 @@ class Access:
 class Block:
     """One storage, and who touched it."""
 
-    def __init__(self, storage, pool):
+    def __init__(self, storage, pool, place):
         self.weak = StorageWeakRef(storage)
         self.pool = pool  # the stream whose memory it is; None: it was there before
         self.accesses = []
         self.recorded = []  # streams that the engine told the allocator of
-        self.ready = None  # of a gradient: (rank of its producer, the clock of that one's stream)
-        self.rank = 0
+        self.ready = None  # of a gradient: (place of its producer, the clock of that one's stream)
+        self.place = place  # the number of the GPU that it lies on
 
 
 class Orders:
     def __init__(self, gpus, monkeypatch, engine="device"):
         self.engine = engine
-        self.gpus, self.devices = gpus, gpus.devices
+        self.gpus, self.devices, self.places = gpus, gpus.devices, gpus.places
+        self.home = self.output = gpus.places[0]  # where outputs are joined may be another
+        self.target = None  # where what a node's backward joins goes
         self.reports = []
         self.blocks = {}
         self.freed = {}  # of each pool, the accesses to what was freed
@@ -77,11 +79,15 @@ class Orders:
         monkeypatch.setattr(moves, "broadcast", self._broadcast(moves.broadcast))
         monkeypatch.setattr(moves, "reduce", self._reduce(moves.reduce))
 
-    def current(self, rank=0):
-        return self.gpus.current[self.devices[rank]]
+    def current(self, place=None):
+        return self.gpus.current[self.devices[self.home if place is None else place]]
 
-    def rank_of(self, tensor):
-        return self._block(tensor, None).rank
+    def place_of(self, tensor):
+        return self._block(tensor, None).place
+
+    def put(self, tensor, place):
+        """Says that a tensor of the user's is not at home."""
+        self._block(tensor, None).place = place
 
     def read(self, stream, tensor, what):
         self._access(stream, tensor, False, what)
@@ -95,8 +101,10 @@ class Orders:
             stream.merge(self._block(tensor, None).ready[1])
 
     def is_made(self, gradient):
-        """A gradient that user code made, on home's current stream."""
-        self._block(gradient, None).ready = 0, dict(self.current().clock)
+        """A gradient that user code made, on the current stream of the output's device."""
+        block = self._block(gradient, None)
+        block.place = self.output
+        block.ready = self.output, dict(self.current(self.output).clock)
 
     def _sweep(self):
         for pointer, block in list(self.blocks.items()):
@@ -112,7 +120,7 @@ class Orders:
         pointer = storage.data_ptr()
         block = self.blocks.get(pointer)
         if block is None:
-            block = Block(storage, None if writer is None else writer.name)
+            block = Block(storage, None if writer is None else writer.name, self.home)
             if pointer != 0:
                 self.blocks[pointer] = block
         return block
@@ -137,26 +145,27 @@ class Orders:
 
     # --- moves: home's stream and the others', as the core orders them ---
 
-    def _mover(self, rank, what):
-        stream = self.current(rank)
+    def _mover(self, place, what):
+        stream = self.current(place)
         if stream in self._defaults.values():
             self.reports.append(f"{what} on {stream.name}, which is no stream of the forward's")
         return stream
 
     def _spread(self, source, parts, what):
-        home = self.current()
+        home = self._mover(self.place_of(source[0]), what)
         for rank, part in parts:
-            stream = self._mover(rank, what)
+            stream = self._mover(self.places[rank], what)
             stream.merge(home.clock)
             for tensor in source:
                 self.read(stream, tensor, what)
             home.merge(stream.clock)
             self.write(stream, part, what)
-            self._block(part, None).rank = rank
+            self.put(part, self.places[rank])
 
-    def _collect(self, parts, target, what):
-        home = self.current()
-        streams = {rank: self._mover(rank, what) for rank, _ in parts}
+    def _collect(self, parts, target, what, place=None):
+        place = self.home if place is None else place
+        home = self._mover(place, what)
+        streams = {rank: self._mover(self.places[rank], what) for rank, _ in parts}
         for rank, part in parts:
             self.read(streams[rank], part, what)
         for stream in streams.values():
@@ -164,6 +173,7 @@ class Orders:
         for _, part in parts:
             self.read(home, part, what)
         self.write(home, target, what)
+        self.put(target, place)
         for stream in streams.values():
             stream.merge(home.clock)
 
@@ -193,7 +203,8 @@ class Orders:
     def _gather(self, plain):
         def gather(family, sources, dim, device):
             result = plain(family, sources, dim, device)
-            self._collect(list(enumerate(sources)), result, "gather")
+            place = self.output if self.target is None else self.target
+            self._collect(list(enumerate(sources)), result, "gather", place)
             return result
 
         return gather
@@ -221,37 +232,39 @@ class Orders:
         def forward(ctx, *arguments):
             outputs = plain(ctx, *arguments)
             first = outputs[0] if isinstance(outputs, tuple) else outputs
-            ctx.orders_stream = self.current(self.rank_of(first))
+            ctx.orders_stream = self.current(self.place_of(first))
+            inputs = [each for each in arguments if isinstance(each, torch.Tensor)]
+            ctx.orders_input = self.place_of(inputs[0]) if inputs else self.home
             return outputs
 
         return forward
 
-    def _receive(self, stream, gradient, rank):
-        """The engine hands a gradient to a node that runs on the stream. `rank`: where it lies if
+    def _receive(self, stream, gradient, place):
+        """The engine hands a gradient to a node that runs on the stream. `place`: where it lies if
         the engine added it up itself."""
         block = self._block(gradient, None)
         own = self.devices.index(stream.device)
         # A parcel has no memory that it could be known by.
         ready = getattr(gradient, "orders_ready", None) or block.ready
         if ready is None:
-            block.rank = rank
-            adds = stream if rank == own else self._defaults[self.devices[rank]]
+            block.place = place
+            adds = stream if place == own else self._defaults[self.devices[place]]
             if self.engine == "direct":
-                adds = Stream(f"e{len(self.gpus.streams)}", self.devices[rank])
-            for each in (*self.gpus.streams, self._defaults[self.devices[rank]]):
-                if each.device == self.devices[rank] and each.name[0] != "s":  # none of user code's
+                adds = Stream(f"e{len(self.gpus.streams)}", self.devices[place])
+            for each in (*self.gpus.streams, self._defaults[self.devices[place]]):
+                if each.device == self.devices[place] and each.name[0] != "s":  # none of user code's
                     adds.merge(each.clock)
             self.write(adds, gradient, "a sum of the engine's")
             block.recorded.append(adds)
             if self.engine == "direct":
                 stream.merge(adds.clock)
             return
-        rank = getattr(gradient, "orders_rank", block.rank)
-        default = self._defaults[self.devices[rank]]
-        if self.engine in ("direct", "node") or rank == own == ready[0]:
+        place = getattr(gradient, "orders_place", block.place)
+        default = self._defaults[self.devices[place]]
+        if self.engine in ("direct", "node") or place == own == ready[0]:
             stream.merge(ready[1])
             block.recorded.append(stream)
-        elif rank == own and self.engine == "device":
+        elif place == own and self.engine == "device":
             stream.merge(default.clock)
             block.recorded.append(stream)
         elif self.engine == "device":
@@ -261,12 +274,13 @@ class Orders:
     def _backward(self, plain):
         kind = plain.__qualname__.partition(".")[0]
 
-        def rank_of(ctx, index, own):
+        def place_of(ctx, index, own):
             """Where a gradient of that index lies."""
             if kind in ("Scatter", "Copies"):
-                return index
-            if kind == "Broadcast" and not ctx.linked and index < 2 * ctx.bucket.count:
-                return index // ctx.bucket.count
+                return self.places[index]
+            if kind == "Broadcast" and not ctx.linked:
+                rank = index // ctx.bucket.count
+                return self.places[rank] if rank < len(ctx.bucket.devices) else own
             return own
 
         @functools.wraps(plain)
@@ -275,22 +289,24 @@ class Orders:
             own = self.devices.index(stream.device)
             for index, gradient in enumerate(gradients):
                 if gradient is not None:
-                    self._receive(stream, gradient, rank_of(ctx, index, own))
-            outer = dict(self.gpus.current)
+                    self._receive(stream, gradient, place_of(ctx, index, own))
+            outer = dict(self.gpus.current), self.gpus.node, self.target
             self.gpus.current.update({**self._defaults, stream.device: stream})
+            self.gpus.node, self.target = stream.device, ctx.orders_input
             try:
                 outputs = plain(ctx, *gradients)
             finally:
-                self.gpus.current.update(outer)
+                self.gpus.current.update(outer[0])
+                self.gpus.node, self.target = outer[1:]
             for output in outputs if isinstance(outputs, tuple) else (outputs,):
                 if isinstance(output, torch.Tensor):
                     block = self._block(output, None)
-                    is_there = output.numel() == 0 or block.rank == own
-                    other = self._defaults[self.devices[block.rank]]
+                    is_there = output.numel() == 0 or block.place == own
+                    other = self._defaults[self.devices[block.place]]
                     maker = stream if is_there or self.engine == "node" else other
                     ready = block.ready = own, dict(maker.clock)
                     if output.numel() == 0:
-                        output.orders_ready, output.orders_rank = ready, own
+                        output.orders_ready, output.orders_place = ready, own
             return outputs
 
         return backward
@@ -300,35 +316,35 @@ class Orders:
         differentiable."""
         orders = self
 
-        def told(ctx, rank, what, reads, writes):
-            stream = orders.current(rank)
+        def told(ctx, place, what, reads, writes):
+            stream = orders.current(place)
             for tensor in reads:
                 orders.read(stream, tensor.detach(), what)
             for tensor in writes:
                 orders.write(stream, tensor.detach(), what)
-                orders._block(tensor, None).rank = rank
+                orders.put(tensor, place)
 
         class Layer(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x, weight):
                 ctx.save_for_backward(x, weight)
-                ctx.rank = orders.rank_of(x)
+                ctx.place = orders.place_of(x)
                 y = x * weight
-                told(ctx, ctx.rank, "a forward", (x, weight), (y,))
+                told(ctx, ctx.place, "a forward", (x, weight), (y,))
                 return y
 
             @staticmethod
             def backward(ctx, gradient):
-                return Back.apply(ctx.rank, gradient, *ctx.saved_tensors)
+                return Back.apply(ctx.place, gradient, *ctx.saved_tensors)
 
         class Back(torch.autograd.Function):
             @staticmethod
-            def forward(ctx, rank, gradient, x, weight):
+            def forward(ctx, place, gradient, x, weight):
                 ctx.save_for_backward(gradient, x, weight)
                 ctx.set_materialize_grads(False)  # zeros are nobody's
-                ctx.rank = rank
+                ctx.place = place
                 found = gradient * weight, (gradient * x).sum(0)
-                told(ctx, rank, "a backward", (gradient, x, weight), found)
+                told(ctx, place, "a backward", (gradient, x, weight), found)
                 return found
 
             @staticmethod
@@ -342,7 +358,7 @@ class Orders:
                     found[0] = for_x * weight if found[0] is None else for_x * weight + found[0]
                     found[2] = (for_x * gradient).sum(0)
                     reads.append(for_x)
-                told(ctx, ctx.rank, "a second backward", reads, filter(torch.is_tensor, found))
+                told(ctx, ctx.place, "a second backward", reads, filter(torch.is_tensor, found))
                 return (None, *found)
 
         for node in (Layer, Back):
@@ -350,18 +366,18 @@ class Orders:
             node.backward = staticmethod(self._backward(node.backward))
         return Layer.apply
 
-    def aside(self, rank, act):
+    def aside(self, place, act):
         """act() on a side stream of the replica's device, before and after which it is waited for,
         as user code does."""
-        own = self.current(rank)
-        side = Stream(f"u{len(self.gpus.streams)}", self.devices[rank])
+        own = self.current(place)
+        side = Stream(f"u{len(self.gpus.streams)}", self.devices[place])
         self.gpus.streams.append(side)
         side.merge(own.clock)
-        self.gpus.current[self.devices[rank]] = side
+        self.gpus.current[self.devices[place]] = side
         try:
             return act()
         finally:
-            self.gpus.current[self.devices[rank]] = own
+            self.gpus.current[self.devices[place]] = own
             own.merge(side.clock)
 
     def other_streams(self, count=itertools.count()):
@@ -370,7 +386,7 @@ class Orders:
         number = next(count)
         for device in self.devices:
             stream = Stream(f"d{number}.{device.index}", device)
-            if device == self.devices[0]:
+            if device == self.gpus.home:
                 stream.merge(self.gpus.current[device].clock)
             self.gpus.streams.append(stream)
             self.gpus.current[device] = stream

@@ -45,11 +45,18 @@ class Stream:
 
 class Gpus:
     """Pretended GPUs, two unless `count` says more, whose compute streams are "c0", "c1" and so on,
-    for the replicas of a wrapper on ["cpu", "cpu"] and so on. With `hidden` parameters travel
-    beside compute, on "s0", "s1" and so on."""
+    for the replicas of a wrapper on ["cpu", "cpu"] and so on. `places` are the numbers of the GPUs
+    of its ranks, if they are others than 0, 1 and so on. With `hidden` parameters travel beside
+    compute, on "s0", "s1" and so on."""
 
-    def __init__(self, monkeypatch, hidden, count=2):
+    def __init__(self, monkeypatch, hidden, count=2, places=None):
+        self.places = list(range(count)) if places is None else list(places)
+        count = max(count, 1 + max(self.places))
         self.devices = [torch.device("cuda", index) for index in range(count)]
+        self.ranks = [self.devices[place] for place in self.places]
+        self.home = self.ranks[0]
+        self.node = None  # the device of the node whose backward runs, where that is known
+        self.elsewhere = []  # GPUs on which a batch or its output is, if they are others than home
         self.current = {device: Stream(f"c{device.index}", device) for device in self.devices}
         self.streams = list(self.current.values())
         self.records = 0
@@ -77,10 +84,16 @@ class Gpus:
                 gpus.streams.append(self)
 
         def current_stream(device):
-            return self.current[device if device in self.current else self.devices[0]]
+            return self.current[device if device in self.current else self.home]
 
         def raw_stream(index):
-            return self.current[self.devices[index or 0]].cuda_stream
+            device = self.home if index is None else self.devices[index]
+            return self.current[device].cuda_stream
+
+        def distinct(devices):
+            given = list(devices)
+            are_placed = bool(given) and given[0].type == "cuda"
+            return list(dict.fromkeys(given if are_placed else self.ranks[: len(given)]))
 
         def set_stream(stream):
             self.current[stream.device] = stream
@@ -100,10 +113,12 @@ class Gpus:
         monkeypatch.setattr(streams, "_users", {})
         monkeypatch.setattr(streams, "open_peers", lambda devices: None)
         for module in (streams, runtime):
-            monkeypatch.setattr(
-                module, "distinct", lambda devices: self.devices[: len(list(devices))]
-            )
-        monkeypatch.setattr(replicas, "is_worth_hiding", lambda *args: hidden)
+            monkeypatch.setattr(module, "distinct", distinct)
+        monkeypatch.setattr(
+            replicas,
+            "is_worth_hiding",
+            lambda tensors, devices, transport: hidden and len(distinct(devices)) > 1,
+        )
         self._place(monkeypatch)
 
     def stall(self, device):
@@ -120,16 +135,23 @@ class Gpus:
     def _place(self, monkeypatch):
         """What is told of a device of the host is told of the GPU of its rank."""
         make, make_set = streams.Communication.__init__, replica_sets.ReplicaSet.__init__
-        make_plan, gpus = plans.Plan.__init__, self.devices
+        make_plan, gpus = plans.Plan.__init__, self.ranks
+        look = streams.Snapshot.__init__
+
+        def looking(snapshot, devices):
+            # A node's own devices are the host's, a communication's are GPUs.
+            are_placed = devices[0].type == "cuda"
+            look(snapshot, devices if are_placed else [*streams.distinct(devices), *self.elsewhere])
 
         def placed(communication, devices, beside=True):
             make(communication, devices, beside)
-            communication.home = gpus[0]
+            communication.home = self.home
 
         def placed_set(replica_set, tree, root, devices, *rest):
             make_set(replica_set, tree, root, devices, *rest)
             replica_set._devices = gpus
-            replica_set._gates = [awaited.make_gate(device) for device in gpus]
+            if len(set(gpus)) > 1:
+                replica_set._gates = [awaited.make_gate(device) for device in gpus]
 
         def placed_plan(plan, description, buckets, alone, count, devices, communication):
             # Which ranks land is told by GPUs, what is copied by the host's devices.
@@ -137,8 +159,11 @@ class Gpus:
             plan._devices = devices
 
         in_backward = streams.Snapshot.in_backward
+        monkeypatch.setattr(streams.Snapshot, "__init__", looking)
         monkeypatch.setattr(
-            streams.Snapshot, "in_backward", lambda snapshot, home: in_backward(snapshot, gpus[0])
+            streams.Snapshot,
+            "in_backward",
+            lambda snapshot, home: in_backward(snapshot, self.node or self.home),
         )
         monkeypatch.setattr(streams.Communication, "__init__", placed)
         monkeypatch.setattr(replica_sets.ReplicaSet, "__init__", placed_set)

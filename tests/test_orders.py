@@ -45,7 +45,7 @@ class Aside(Net):
         for k, weight in enumerate(self.weights):
             if k % 2 == 0:
                 act = functools.partial(self.layer[0], x, weight)
-                x = self.orders[0].aside(self.orders[0].rank_of(x), act)
+                x = self.orders[0].aside(self.orders[0].place_of(x), act)
             else:
                 x = self.layer[0](x, weight)
         return x
@@ -66,7 +66,7 @@ class Training:
         self.module = net(orders.layer())
         self.module.orders = [orders]
         options = {"bucket_bytes": 1, "sequential": True, **options}
-        self.ranks = len(orders.devices)
+        self.ranks = len(orders.places)
         self.dp = fastdp.DataParallel(self.module, ["cpu"] * self.ranks, **options)
         self.batch_grad = batch_grad
 
@@ -78,13 +78,13 @@ class Training:
         self.orders.write(self.home(), x.detach(), "a batch")
         out = self.dp(x, *others)
         for each in out if isinstance(out, tuple) else (out,):
-            self.orders.read(self.home(), each.detach(), "the user")
+            self.orders.read(self.orders.current(self.orders.output), each.detach(), "the user")
         self.orders.write(self.home(), x.detach(), "the next batch")
         return out
 
     def above(self, out):
         above = torch.ones_like(out)
-        self.orders.write(self.home(), above, "a loss")
+        self.orders.write(self.orders.current(self.orders.output), above, "a loss")
         self.orders.is_made(above)
         return above
 
@@ -263,7 +263,7 @@ def test_replicas_by_hand(orders):
         weights = [list(replica.weights) for replica in replicas]
         for rank, row in enumerate(weights):
             for weight in row:
-                orders.read(orders.current(rank), weight.detach(), "the user")
+                orders.read(orders.current(orders.places[rank]), weight.detach(), "the user")
         out = dp.gather(dp.parallel_apply(replicas, rows, named), dp.output_device)
         training.backward(out)
         del replicas, weights, rows, out
