@@ -185,6 +185,7 @@ class Reporting:
 
         Raises:
             ValueError: another ending. FileNotFoundError: no such folder.
+            RuntimeError: another profiler is on, or came in between: torch runs one at a time.
 
         torch's profiler slows steps down; phases are named as fastdp/phases.py says. If the steps
         raise, no file is written.

@@ -29,10 +29,16 @@ class Trace:
             raise FileNotFoundError(f"path is {self._path!r}, but there is no folder {folder!r}")
         self._report = report
         self._profile: Any = None
+        self._listens = False
 
     def __enter__(self) -> "Trace":
         if self._profile is not None:
             raise RuntimeError("this trace was entered before: take a new one")
+        if _torch_state.profiler_listens():
+            raise RuntimeError(
+                f"trace to {self._path!r}: a profiler of torch's, or another trace, is on, and "
+                "torch runs one at a time in a process: end that first"
+            )
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -40,6 +46,7 @@ class Trace:
             activities=activities, experimental_config=_torch_state.all_threads()
         )
         self._profile.__enter__()
+        self._listens = _torch_state.profiler_listens()
         return self
 
     def __exit__(
@@ -48,11 +55,18 @@ class Trace:
         error: Optional[BaseException],
         traceback: Optional[TracebackType],
     ) -> None:
-        if kind is None:
+        # A profiler that ends ends whichever is on; to write what is then left of ours would crash.
+        is_lost = self._listens and not _torch_state.profiler_listens()
+        if kind is None and not is_lost:
             if torch.cuda.is_initialized():
                 for index in range(torch.cuda.device_count()):
                     torch.cuda.synchronize(index)
             self._profile.add_metadata_json(METADATA, json.dumps(self._report()))
         self._profile.__exit__(kind, error, traceback)
+        if kind is None and is_lost:
+            raise RuntimeError(
+                f"trace to {self._path!r}: a profiler of torch's was started and ended meanwhile, "
+                "which ended the trace, too; no file is written"
+            )
         if kind is None:
             self._profile.export_chrome_trace(self._path)

@@ -36,6 +36,41 @@ def traced(devices, tmp_path):
     return path, dp
 
 
+@pytest.fixture
+def plain():
+    """A wrapper, and a batch for it."""
+    return fastdp.DataParallel(nn.Linear(4, 4), ["cpu"] * 2), torch.ones(6, 4)
+
+
+@pytest.mark.parametrize("outer", ["trace", "profile", "autograd's"])
+def test_a_trace_while_a_profiler_is_on_is_refused(plain, tmp_path, outer):
+    dp, x = plain
+    outside = {
+        "trace": lambda: dp.trace(tmp_path / "outer.json"),
+        "profile": torch.profiler.profile,
+        "autograd's": torch.autograd.profiler.profile,
+    }[outer]
+    with outside():
+        with pytest.raises(RuntimeError, match="inner.json.*one at a time"):
+            with dp.trace(tmp_path / "inner.json"):
+                dp(x)
+        dp(x)
+    if outer == "trace":
+        assert trace_summary.summarize(trace_summary.read(str(tmp_path / "outer.json")))
+
+
+@needs_all_threads
+def test_a_trace_that_another_profiler_has_ended_says_so(plain, tmp_path):
+    dp, x = plain
+    with pytest.raises(RuntimeError, match="trace.json.*started and ended meanwhile"):
+        with dp.trace(tmp_path / "trace.json"), torch.profiler.profile():
+            dp(x)
+    assert not (tmp_path / "trace.json").exists()
+    with dp.trace(tmp_path / "trace.json"):
+        dp(x)
+    assert (tmp_path / "trace.json").exists()
+
+
 @needs_all_threads
 def test_a_trace_of_real_steps(traced, capsys):
     path, dp = traced
