@@ -48,7 +48,7 @@ def names_of(scatter: Any) -> Optional[Tuple[Any, ...]]:
     """The names of the items that are cut; None for all."""
     if scatter is None:
         return None
-    if isinstance(scatter, (str, int)):
+    if isinstance(scatter, (str, int)) and not isinstance(scatter, bool):
         return (scatter,)
     try:
         return tuple(scatter)
@@ -78,7 +78,8 @@ class Stager:
         self._held: List[Tuple[List[torch.cuda.Event], List[torch.Tensor]]] = []
 
     def stage(self, batch: Any) -> Staged:
-        """Enqueues the copies of a batch, and does not wait for them."""
+        """Enqueues the copies of a batch, and does not wait for them. What is cut or named comes in
+        new memory: by the time the step reads it a loader may have written its next batch there."""
         self._held = [held for held in self._held if not all(e.query() for e in held[0])]
         cut: List[torch.Tensor] = []
         self._mapped(batch, _collector(cut), lambda tensor: tensor)
@@ -96,17 +97,18 @@ class Stager:
             return Scattered(slices, self._dim, self._output, events)
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
-            target = self._output
-            if target is None or target == tensor.device or not _is_plain(tensor):
+            if not _is_plain(tensor):
                 return tensor
-            result = self._copied(tensor, target, sources)
+            if self._output is None:
+                return tensor.clone()
+            result = self._copied(tensor, self._output, sources)
             if result.is_cuda:
                 whole.append(result)
             return result
 
         result = self._mapped(batch, scattered, moved)
         for device in distinct([source.device for source in sources]):
-            # A loader may write its next batch where this one lies.
+            # Likewise.
             wait_for(current_stream(device), _copy_stream(device))
         for device, event in arrived.items():
             event.record(_copy_stream(device))
@@ -143,7 +145,7 @@ class Stager:
         self, tensor: torch.Tensor, sizes: Sequence[int], sources: List[torch.Tensor]
     ) -> List[torch.Tensor]:
         if not self._devices:
-            return [tensor]  # the module is called directly, with the batch itself
+            return [tensor.clone()]  # the module is called directly
         parts = tensor.detach().split(list(sizes), self._dim)
         return [
             self._copied(part, device, sources) for part, device in zip(parts, self._devices)

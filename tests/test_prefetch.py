@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import threading
 
 import fastdp
 import pytest
@@ -202,7 +203,7 @@ def test_a_named_item_is_cut_wherever_it_is_nested():
     batch = {"x": [ints(4, 3), {"m": ints(4)}], "y": [ints(4, 2)]}
     (fed,) = fetch([batch], wrap(linear()), scatter=["x"])
     assert isinstance(fed["x"][0], Scattered) and isinstance(fed["x"][1]["m"], Scattered)
-    assert fed["y"][0] is batch["y"][0]
+    same(fed["y"][0], batch["y"][0])
     assert isinstance(batch["x"][0], torch.Tensor), "the loader's own batch is left alone"
 
 
@@ -270,9 +271,30 @@ def test_user_dicts_keep_their_class():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are used by default here")
-def test_a_wrapper_without_replicas_gets_the_batch_itself():
+def test_a_wrapper_without_replicas_gets_the_batch_in_one_slice():
     dp = fastdp.DataParallel(linear())
     x = ints(4, 3)
     (fed,) = fetch([x], dp)
-    assert fed.slices[0] is x
+    same(fed.slices, (x,))
     same(dp(fed), linear()(x))
+
+
+@pytest.mark.parametrize("scatter", [None, ["x"], ["y"]])
+@pytest.mark.parametrize("ids", [None, ["cpu"], ["cpu"] * 2], ids=str)
+def test_a_loader_that_writes_all_its_batches_into_the_same_tensors(ids, scatter):
+    ahead = threading.Event()  # the loader has written what comes after the batch in use
+
+    def loader():
+        memory = {"x": torch.empty(4, 3).double(), "y": torch.empty(4).double()}
+        for i in range(3):
+            memory["x"].fill_(i)
+            memory["y"].fill_(i)
+            if i == 2:
+                ahead.set()
+            yield memory
+
+    seen = []
+    for batch in fetch(loader(), fastdp.DataParallel(linear(), ids), scatter=scatter):
+        assert ahead.wait(10)
+        seen.append([whole(batch)[key].unique().tolist() for key in ("x", "y")])
+    assert seen == [[[i], [i]] for i in range(3)]

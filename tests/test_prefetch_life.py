@@ -283,6 +283,7 @@ def test_an_end_by_force_leaves_no_thread(name):
         ({"depth": 1.5}, TypeError, "depth is 1.5: it must be a whole number"),
         ({"depth": True}, TypeError, "depth is True"),
         ({"scatter": 1.5}, TypeError, "scatter is 1.5: it must be a key or a position"),
+        ({"scatter": True}, TypeError, "scatter is True: it must be a key or a position"),
     ],
 )
 def test_mistakes_are_told_at_once(change, error, text):
