@@ -2,17 +2,14 @@
 
 #include <assert.h>
 #include <stdbool.h>
-#include <time.h>
+
+#include "clock.h"
 
 static _Thread_local int64_t own_ms;
 static _Thread_local int64_t start_ms;
 static _Thread_local bool is_past;
 
-static int64_t now_ms(void) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
-  return (int64_t)time.tv_sec * 1000 + time.tv_nsec / 1000000;
-}
+static int64_t now_ms(void) { return fdp_clock_coarse_ns() / 1000000; }
 
 int64_t fdp_deadline_exchange(int64_t timeout_ms) {
   assert(timeout_ms >= 0);

@@ -4,15 +4,10 @@
 #include <inttypes.h>
 #include <time.h>
 
+#include "clock.h"
 #include "device_cuda_guard.h"
 
 /* ---- host waits ---- */
-
-static int64_t now_ns(void) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
 
 static bool is_raised(const volatile int *flag) {
   return flag && __atomic_load_n(flag, __ATOMIC_RELAXED) != 0;
@@ -27,14 +22,14 @@ static cudaError_t query_stream(void *stream) { return cudaStreamQuery(stream); 
 static fdp_status poll_for(cudaError_t (*query)(void *), void *handle, int64_t timeout_ms,
                            const volatile int *abort_flag, cudaError_t *code) {
   const int64_t longest_ns = 500000;
-  int64_t start_ns = now_ns();
+  int64_t start_ns = fdp_clock_ns();
   for (int64_t pause_ns = 0;; pause_ns += pause_ns / 4 + 100) {
     *code = query(handle);
     if (*code == cudaSuccess) return FDP_OK;
     (void)cudaGetLastError();
     if (*code != cudaErrorNotReady) return FDP_DEVICE_ERROR;
     if (is_raised(abort_flag)) return FDP_ABORTED;
-    if ((now_ns() - start_ns) / 1000000 >= timeout_ms) return FDP_TIMED_OUT;
+    if ((fdp_clock_ns() - start_ns) / 1000000 >= timeout_ms) return FDP_TIMED_OUT;
     if (pause_ns > longest_ns) pause_ns = longest_ns;
     if (pause_ns > 2000) nanosleep(&(struct timespec){.tv_nsec = (long)pause_ns}, NULL);
   }

@@ -7,8 +7,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
+
+#include "clock.h"
 
 /* The state word. CLOSED is a bit of its own, so that an item already there can still be taken. A
  * taker marks that it sleeps, so that a put without a sleeper makes no system call. */
@@ -53,18 +54,6 @@ fdp_status fdp_handoff_put(fdp_handoff *handoff, void *item) {
   return status;
 }
 
-static struct timespec deadline_after_ms(int64_t milliseconds) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  time.tv_sec += (time_t)(milliseconds / 1000);
-  time.tv_nsec += (long)(milliseconds % 1000) * 1000000;
-  if (time.tv_nsec >= 1000000000) {
-    time.tv_sec += 1;
-    time.tv_nsec -= 1000000000;
-  }
-  return time;
-}
-
 /* Takes back the mark of a taker that sleeps no more. */
 static void forget_sleeper(fdp_handoff *handoff) {
   atomic_fetch_and_explicit(&handoff->state, ~(uint32_t)SLEEPER, memory_order_relaxed);
@@ -72,7 +61,7 @@ static void forget_sleeper(fdp_handoff *handoff) {
 
 fdp_status fdp_handoff_take(fdp_handoff *handoff, int64_t timeout_ms, void **item) {
   struct timespec deadline = {0};
-  if (timeout_ms >= 0) deadline = deadline_after_ms(timeout_ms);
+  if (timeout_ms >= 0) deadline = fdp_clock_after_ms(timeout_ms);
   uint32_t state = atomic_load_explicit(&handoff->state, memory_order_acquire);
   bool may_sleep = true;
   for (;;) {

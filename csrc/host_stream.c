@@ -2,11 +2,11 @@
 
 #include <errno.h>
 #include <inttypes.h>
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
+
+#include "clock.h"
 
 /* How often a wait looks at its abort flag. */
 #define ABORT_LOOK_MS 5
@@ -44,28 +44,8 @@ struct fdp_stream {
   fdp_message message; /* of the status */
 };
 
-static struct timespec deadline_after_ms(int64_t milliseconds) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  time.tv_sec += (time_t)(milliseconds / 1000);
-  time.tv_nsec += (long)(milliseconds % 1000) * 1000000;
-  if (time.tv_nsec >= 1000000000) {
-    time.tv_sec += 1;
-    time.tv_nsec -= 1000000000;
-  }
-  return time;
-}
-
 static bool is_before(const struct timespec *a, const struct timespec *b) {
   return a->tv_sec != b->tv_sec ? a->tv_sec < b->tv_sec : a->tv_nsec < b->tv_nsec;
-}
-
-static void cond_init(pthread_cond_t *cond) {
-  pthread_condattr_t attributes;
-  pthread_condattr_init(&attributes);
-  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-  pthread_cond_init(cond, &attributes);
-  pthread_condattr_destroy(&attributes);
 }
 
 static bool is_raised(const volatile int *flag) {
@@ -78,7 +58,7 @@ static host_record *record_open(void) {
   host_record *record = calloc(1, sizeof *record);
   if (!record) return NULL;
   pthread_mutex_init(&record->mutex, NULL);
-  cond_init(&record->passed_cond);
+  fdp_clock_cond_init(&record->passed_cond);
   atomic_init(&record->references, 1);
   return record;
 }
@@ -108,11 +88,11 @@ static void record_pass(host_record *record, fdp_status status, const fdp_messag
 static fdp_status record_wait(host_record *record, int64_t timeout_ms,
                               const volatile int *abort_flag, const volatile int *stop) {
   if (!record) return FDP_OK;
-  struct timespec deadline = deadline_after_ms(timeout_ms);
+  struct timespec deadline = fdp_clock_after_ms(timeout_ms);
   fdp_status status = FDP_OK;
   pthread_mutex_lock(&record->mutex);
   while (!record->passed && status == FDP_OK) {
-    struct timespec look = deadline_after_ms(ABORT_LOOK_MS);
+    struct timespec look = fdp_clock_after_ms(ABORT_LOOK_MS);
     bool is_last = !is_before(&look, &deadline);
     int error = pthread_cond_timedwait(&record->passed_cond, &record->mutex,
                                        is_last ? &deadline : &look);
@@ -180,7 +160,7 @@ fdp_status host_stream_open(const fdp_device_host_options *options, fdp_stream *
   if (!opened) return fdp_fail(FDP_OUT_OF_MEMORY, "host: no memory for a stream");
   opened->options = *options;
   pthread_mutex_init(&opened->mutex, NULL);
-  cond_init(&opened->changed);
+  fdp_clock_cond_init(&opened->changed);
   int error = pthread_create(&opened->thread, NULL, stream_main, opened);
   if (error != 0) {
     stream_free(opened);
@@ -192,7 +172,7 @@ fdp_status host_stream_open(const fdp_device_host_options *options, fdp_stream *
 
 void host_stream_close(fdp_stream *stream) {
   if (!stream) return;
-  struct timespec deadline = deadline_after_ms(stream->options.timeout_ms);
+  struct timespec deadline = fdp_clock_after_ms(stream->options.timeout_ms);
   pthread_mutex_lock(&stream->mutex);
   stream->closing = true;
   pthread_cond_broadcast(&stream->changed);

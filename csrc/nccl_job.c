@@ -3,16 +3,13 @@
 #include <errno.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <time.h>
+
+#include "clock.h"
 
 void fdp_nccl_job_prepare(fdp_nccl_job *job, fdp_status (*run)(fdp_nccl_job *job)) {
-  pthread_condattr_t attributes;
   *job = (fdp_nccl_job){.run = run};
   pthread_mutex_init(&job->mutex, NULL);
-  pthread_condattr_init(&attributes);
-  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-  pthread_cond_init(&job->ended, &attributes);
-  pthread_condattr_destroy(&attributes);
+  fdp_clock_cond_init(&job->ended);
 }
 
 void fdp_nccl_job_drop(fdp_nccl_job *job) {
@@ -56,17 +53,10 @@ static fdp_status start(fdp_nccl_job *job, pthread_t *thread) {
 }
 
 bool fdp_nccl_job_run(fdp_nccl_job *job, int64_t timeout_ms, fdp_status *status) {
-  struct timespec until;
   pthread_t thread;
   *status = start(job, &thread);
   if (*status != FDP_OK) return true;
-  clock_gettime(CLOCK_MONOTONIC, &until);
-  until.tv_sec += (time_t)(timeout_ms / 1000);
-  until.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
-  if (until.tv_nsec >= 1000000000) {
-    until.tv_nsec -= 1000000000;
-    until.tv_sec += 1;
-  }
+  struct timespec until = fdp_clock_after_ms(timeout_ms);
   pthread_mutex_lock(&job->mutex);
   int code = 0;
   while (!job->has_ended && code != ETIMEDOUT) {

@@ -2,10 +2,10 @@
 
 #include <math.h>
 #include <stdatomic.h>
-#include <time.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "clock.h"
 #include "handoff.h"
 #include "py_error.h"
 
@@ -97,13 +97,6 @@ static PyObject *handoff_put(PyObject *object, PyObject *item) {
   return fdp_py_raise(fdp_py_state_of(object), status);
 }
 
-static int64_t now_ns(void) {
-  struct timespec time;
-
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
-
 /* True on the thread that runs Python's signal handlers. After a fork that is the process's first
  * thread whatever the parent's was, which the second half sees. */
 static bool is_main_thread(const fdp_py_state *state) {
@@ -116,13 +109,13 @@ static bool is_main_thread(const fdp_py_state *state) {
 static int wait_for_item(fdp_py_state *state, py_handoff *self, int64_t timeout_ms, void **item,
                          fdp_status *status) {
   bool signals = is_main_thread(state);
-  int64_t deadline_ns = now_ns() + timeout_ms * 1000000;
+  int64_t deadline_ns = fdp_clock_ns() + timeout_ms * 1000000;
 
   for (;;) {
     int64_t left_ms = -1;
 
     /* Rounded up, so that a wait is never shorter than asked for. */
-    if (timeout_ms >= 0) left_ms = (deadline_ns - now_ns() + 999999) / 1000000;
+    if (timeout_ms >= 0) left_ms = (deadline_ns - fdp_clock_ns() + 999999) / 1000000;
     if (timeout_ms >= 0 && left_ms < 0) left_ms = 0;
     if (signals && (left_ms < 0 || left_ms > SIGNAL_SLICE_MS)) left_ms = SIGNAL_SLICE_MS;
     Py_BEGIN_ALLOW_THREADS
@@ -131,7 +124,7 @@ static int wait_for_item(fdp_py_state *state, py_handoff *self, int64_t timeout_
     if (*status != FDP_TIMED_OUT) return 0;
     if (PyErr_CheckSignals() < 0) return -1;
     /* Not yet the deadline: a slice is over, or a signal ended the wait early. */
-    if (timeout_ms >= 0 && now_ns() >= deadline_ns) return 0;
+    if (timeout_ms >= 0 && fdp_clock_ns() >= deadline_ns) return 0;
   }
 }
 

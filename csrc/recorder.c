@@ -4,8 +4,9 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
+
+#include "clock.h"
 
 _Static_assert((FDP_RECORDER_LENGTH & (FDP_RECORDER_LENGTH - 1)) == 0, "a power of two");
 
@@ -29,13 +30,6 @@ static recorder_place *place_of(uint64_t number) {
   return &ring[number & (FDP_RECORDER_LENGTH - 1)];
 }
 
-/* The coarse clock costs a fifth of the fine one. */
-static int64_t now_ns(void) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
-  return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
-
 int64_t fdp_recorder_begin(fdp_verb verb, int32_t bucket, int64_t size_bytes, fdp_device_id device,
                            const void *stream, int32_t other_count) {
   uint64_t number = atomic_fetch_add_explicit(&last_number, 1, memory_order_relaxed) + 1;
@@ -53,7 +47,7 @@ int64_t fdp_recorder_begin(fdp_verb verb, int32_t bucket, int64_t size_bytes, fd
   atomic_store_explicit(&place->device, (uint64_t)(uint32_t)device.ordinal << 32 |
                         (uint32_t)device.kind, memory_order_release);
   atomic_store_explicit(&place->stream, (uintptr_t)stream, memory_order_release);
-  atomic_store_explicit(&place->started_ns, now_ns(), memory_order_release);
+  atomic_store_explicit(&place->started_ns, fdp_clock_coarse_ns(), memory_order_release);
   atomic_store_explicit(&place->word, number << 8 | RUNNING, memory_order_release);
   return (int64_t)number;
 }
@@ -166,7 +160,7 @@ const char *fdp_recorder_text(char *text, size_t size_bytes) {
   if (size_bytes == 0) return text;
   recorder_text written = {text, size_bytes - 1};
   uint64_t last = atomic_load_explicit(&last_number, memory_order_acquire);
-  int64_t time_ns = now_ns();
+  int64_t time_ns = fdp_clock_coarse_ns();
   add_labelled(&written, "fastdp's last operations, of ", (int64_t)last);
   add(&written, ":\n");
   for (uint64_t number = first_number(last); number <= last; ++number) {

@@ -298,6 +298,19 @@ def find_transport(devices: Sequence[torch.device], transport: Optional[str]) ->
     return _C.transport(numbers, transport)
 
 
+def transport_or_lack(
+    devices: Sequence[torch.device], transport: Optional[str]
+) -> Optional[Tuple[Optional[str], str]]:
+    """As `find_transport`, but (None, what is missing) when that cannot, and None where there are
+    fewer than two devices."""
+    if len(devices) < 2:
+        return None
+    try:
+        return find_transport(devices, transport)
+    except NotImplementedError as error:
+        return None, str(error)
+
+
 def _row_of(tensor: torch.Tensor) -> Tuple[Tuple[int, ...], Tuple[int, ...]]:
     """What tensors have in common that differ in their first dimension only."""
     return tuple(tensor.shape[1:]), tuple(tensor.stride()[1:])

@@ -22,7 +22,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 
 from . import _C, buses, overlap
-from .buckets import find_transport
+from .buckets import find_transport, transport_or_lack
 
 Facts = Dict[str, Any]
 
@@ -286,12 +286,7 @@ def _gb_per_s(pair: Tuple[torch.device, ...]) -> float:
 def transport(devices: Sequence[torch.device]) -> Optional[Tuple[Optional[str], str]]:
     """(name, reason) of what joins all devices; (None, what is missing) where FASTDP_TRANSPORT asks
     for what cannot."""
-    if len(devices) < 2:
-        return None
-    try:
-        return find_transport(devices, None)
-    except NotImplementedError as error:
-        return None, str(error)
+    return transport_or_lack(devices, None)
 
 
 def nccl() -> Dict[str, Any]:

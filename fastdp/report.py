@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Sequence
 
 from . import _C
-from .buckets import find_transport
+from .buckets import transport_or_lack
 from .compile_report import compile_lines, compile_report
 from .devices import parse_devices
 from .memory import Memory, make_memory
@@ -71,15 +71,6 @@ def _buckets(plan: Any) -> List[Dict[str, Any]]:
     ]
 
 
-def _transport(devices: List[Any], wanted: Optional[str]) -> Optional[Tuple[Optional[str], str]]:
-    if len(devices) < 2:
-        return None
-    try:
-        return find_transport(devices, wanted)
-    except NotImplementedError as error:
-        return None, str(error)
-
-
 def make_report(wrapper: Any) -> Report:
     ids = wrapper.device_ids
     devices: List[Any] = list(parse_devices(ids, "device_ids")) if ids else []
@@ -89,7 +80,7 @@ def make_report(wrapper: Any) -> Report:
     return Report(
         devices=[str(device) for device in devices],
         engine=wrapper._fastdp_engine,
-        transport=_transport(devices, wrapper._fastdp_transport),
+        transport=transport_or_lack(devices, wrapper._fastdp_transport),
         buckets=_buckets(plan) if plan else [],
         hidden=plan.communication.apart if plan else None,
         forwards=forwards,

@@ -94,6 +94,15 @@ def test_buffers_of_every_dtype_are_exact(impl):
             assert torch.equal(raw, want[name].contiguous().view(torch.uint8)), name
 
 
+def check_against_plain(impl, make):
+    """Two replicas of a module of ints(4, 3) beside an equal module that is not wrapped."""
+    module, plain = make(), make()
+    same(out := impl.wrap(module, 2)(ints(4, 3)), want := plain(ints(4, 3)))
+    out.sum().backward()
+    want.sum().backward()
+    same(grads(module), grads(plain))
+
+
 @row("E2", "E7")
 def test_parameters_of_several_dtypes(impl):
     def make():
@@ -103,11 +112,7 @@ def test_parameters_of_several_dtypes(impl):
         module.frozen = nn.Parameter(torch.arange(3), requires_grad=False)
         return module
 
-    module, plain = make(), make()
-    same(out := impl.wrap(module, 2)(ints(4, 3)), want := plain(ints(4, 3)))
-    out.sum().backward()
-    want.sum().backward()
-    same(grads(module), grads(plain))
+    check_against_plain(impl, make)
 
 
 @row("E7")
@@ -359,8 +364,4 @@ def test_scalar_and_zero_size_parameters(impl):
         module.none = nn.Parameter(torch.zeros(0, 4).double())
         return module
 
-    module, plain = make(), make()
-    same(out := impl.wrap(module, 2)(ints(4, 3)), want := plain(ints(4, 3)))
-    out.sum().backward()
-    want.sum().backward()
-    same(grads(module), grads(plain))
+    check_against_plain(impl, make)

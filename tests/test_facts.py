@@ -183,19 +183,6 @@ def test_what_torch_sees(monkeypatch):
     assert facts.visible() == want
 
 
-def test_a_transport_that_cannot_be(monkeypatch):
-    host = torch.device("cpu")
-    assert facts.transport([]) is facts.transport([host]) is None
-    assert facts.transport([host, host]) == ("local", "it is the first that is tried")
-
-    def find_transport(devices, wanted):
-        raise NotImplementedError("FASTDP_TRANSPORT=nccl does not join the devices: no NCCL")
-
-    monkeypatch.setattr(facts, "find_transport", find_transport)
-    missing = "FASTDP_TRANSPORT=nccl does not join the devices: no NCCL"
-    assert facts.transport(GPUS) == (None, missing)
-
-
 def test_libraries_that_are_loaded():
     """By the name of one that every Python has loaded: the C library."""
     (path,) = facts._loaded("libc")[:1]

@@ -8,7 +8,7 @@ from nets import Net, grads, ints, same
 
 import fastdp
 from fastdp import _C
-from fastdp.buckets import Bucket, find_transport
+from fastdp.buckets import Bucket, find_transport, transport_or_lack
 from fastdp.streams import Communication
 
 HOST = torch.device("cpu")
@@ -46,12 +46,14 @@ def test_an_impossible_choice_says_what_is_missing(transport):
     with pytest.raises(NotImplementedError) as reason:
         find_transport([HOST, HOST], transport)
     assert str(reason.value) == words
+    assert transport_or_lack([HOST, HOST], transport) == (None, words)
 
 
 def test_the_reason_of_a_choice():
     first = ("local", "it is the first that is tried")
-    assert find_transport([HOST, HOST], None) == first
+    assert find_transport([HOST, HOST], None) == transport_or_lack([HOST, HOST], None) == first
     assert find_transport([HOST, HOST, HOST], "auto") == first
+    assert transport_or_lack([HOST], None) is transport_or_lack([], None) is None
     assert find_transport([HOST, HOST], "host") == ("host", "transport asks for it")
 
 

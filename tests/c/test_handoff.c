@@ -3,21 +3,10 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
-#include <time.h>
 
 #include "../../csrc/handoff.h"
 #include "check.h"
-
-static int64_t now_ms(void) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return time.tv_sec * 1000 + time.tv_nsec / 1000000;
-}
-
-static void sleep_ms(int64_t milliseconds) {
-  struct timespec time = {milliseconds / 1000, (milliseconds % 1000) * 1000000};
-  nanosleep(&time, NULL);
-}
+#include "host_work.h"
 
 static void test_states(void) {
   fdp_handoff handoff;

@@ -4,31 +4,10 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "../../csrc/device_host.h"
 #include "check.h"
-
-static void sleep_ms(int64_t milliseconds) {
-  struct timespec time = {milliseconds / 1000, (milliseconds % 1000) * 1000000};
-  nanosleep(&time, NULL);
-}
-
-static int64_t now_ms(void) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return time.tv_sec * 1000 + time.tv_nsec / 1000000;
-}
-
-static fdp_status wait_for_semaphore(void *semaphore) {
-  while (sem_wait(semaphore) != 0) continue;
-  return FDP_OK;
-}
-
-static fdp_status fail(void *unused) {
-  (void)unused;
-  return fdp_fail(FDP_DEVICE_ERROR, "on purpose");
-}
+#include "host_work.h"
 
 static fdp_status count_up(void *counter) {
   atomic_fetch_add((atomic_int *)counter, 1);

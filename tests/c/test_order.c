@@ -4,7 +4,6 @@
 #include <semaphore.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "../../csrc/broadcast.h"
 #include "../../csrc/bucket.h"
@@ -13,6 +12,7 @@
 #include "../../csrc/reduce.h"
 #include "../../csrc/scatter.h"
 #include "check.h"
+#include "host_work.h"
 #include "rig.h"
 #include "sim.h"
 
@@ -226,7 +226,7 @@ static void test_pool_order(void) {
 
 static fdp_status sleep_a_little(void *unused) {
   (void)unused;
-  nanosleep(&(struct timespec){0, 3000000}, NULL);
+  sleep_ms(3);
   return FDP_OK;
 }
 
@@ -276,11 +276,6 @@ static void test_delays(void) {
     rig_array_close(&sum);
   }
   rig_close(&ranks);
-}
-
-static fdp_status wait_for_semaphore(void *semaphore) {
-  while (sem_wait(semaphore) != 0) continue;
-  return FDP_OK;
 }
 
 /* A target whose stream is busy holds up nobody but itself and, afterwards, the source. */

@@ -7,6 +7,7 @@
 #include "../../csrc/fault.h"
 #include "../../csrc/pool.h"
 #include "check.h"
+#include "host_work.h"
 
 typedef struct bench {
   fdp_device *device;
@@ -29,16 +30,6 @@ static void bench_close(bench *made) {
   for (int i = 0; i < 2; ++i) made->device->ops->stream_close(made->device, made->streams[i]);
   fdp_pool_close(made->pool);
   made->device->ops->close(made->device);
-}
-
-static fdp_status wait_for_semaphore(void *semaphore) {
-  while (sem_wait(semaphore) != 0) continue;
-  return FDP_OK;
-}
-
-static fdp_status fail(void *unused) {
-  (void)unused;
-  return fdp_fail(FDP_DEVICE_ERROR, "on purpose");
 }
 
 static void test_sizes(void) {

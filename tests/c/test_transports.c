@@ -11,14 +11,10 @@
 #include "../../csrc/scatter.h"
 #include "cases.h"
 #include "check.h"
+#include "host_work.h"
 #include "rig.h"
 
 /* --- who waits for whom --- */
-
-static fdp_status wait_for_semaphore(void *semaphore) {
-  while (sem_wait(semaphore) != 0) continue;
-  return FDP_OK;
-}
 
 static bool has_passed(const rig *ranks, int32_t rank, int64_t timeout_ms) {
   fdp_device *device = ranks->devices[rank];
