@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Dict, Hashable, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
 from .apply import apply_modules
+from .buckets import find_transport
 from .cuts import replaced_scatter, scatter_call
 from .devices import parse_device, parse_devices
 from .diagnosis import size_text
@@ -29,9 +31,11 @@ _NOWHERE = torch.device("meta")
 # One in so many bytes is left for what torch's allocator cannot use, and for an estimate's error.
 _MARGIN = 10
 
-# As the core's pools do (csrc/limits.h): so many buffers of a size, one where they are large.
+# As the core has it (csrc/limits.h): pools keep so many buffers of a size, one where they are
+# large; from the third size on more than two GPUs broadcast a bucket in shards.
 _POOL_DEPTH = 3
 _POOL_DEEP_BYTES = 64 * 2**20
+_SHARDED_BYTES = 512 * 2**10
 
 Bytes = Dict[torch.device, int]
 
@@ -245,21 +249,38 @@ def _gradient_bytes(wrapper: Any, plan: Any) -> int:
 
 
 def _scratch(wrapper: Any) -> Bytes:
-    """What the core's pools will hold on each GPU for moves between several: for each size of
-    bucket a few buffers."""
-    devices = devices_of(wrapper)
+    """What the core's pools will hold on each GPU for moves of buckets between several."""
     runtime = wrapper.__dict__.get("_fastdp_runtime")
     plan = None if runtime is None else runtime.replicator.plan_in_use()
-    if plan is None or len(distinct(devices)) < 2:
+    if plan is None or not plan.buckets:
         return {}
-    sizes: Dict[int, int] = {}
-    for bucket in plan.buckets:
-        size_bytes = _class_bytes(bucket.core.size_bytes)
-        sizes[size_bytes] = sizes.get(size_bytes, 0) + 1
-    held = 0
-    for size_bytes, count in sizes.items():
-        held += size_bytes * (1 if size_bytes > _POOL_DEEP_BYTES else min(count, _POOL_DEPTH))
-    return {device: held for device in distinct(devices)}
+    ranks = parse_devices(wrapper.device_ids, "device_ids")[: len(plan.buckets[0].devices)]
+    gpus = distinct(ranks)
+    if len(gpus) < 2:
+        return {}
+    try:
+        transport = find_transport(ranks, wrapper._fastdp_transport)[0]
+    except NotImplementedError:
+        return {}  # the step itself will say so
+    # Each rank's gradients are brought together where it is, and by way of the host also at home.
+    at_once = {gpu: ranks.count(gpu) for gpu in gpus}
+    at_once[gpus[0]] = len(ranks) - ranks.count(gpus[0]) if transport == "host" else 1
+    depth = _POOL_DEPTH if transport == "peer" else 1
+    held = dict.fromkeys(gpus, 0)
+    for size_bytes, count in Counter(bucket.core.size_bytes for bucket in plan.buckets).items():
+        for gpu in gpus:
+            held[gpu] += _buffers_bytes(size_bytes, min(count, depth), at_once[gpu])
+        if transport == "peer" and len(gpus) > 2 and size_bytes >= _SHARDED_BYTES:
+            shard_bytes = -(-size_bytes // (len(gpus) - 1))
+            for gpu in gpus[1:]:
+                held[gpu] += _buffers_bytes(shard_bytes, min(count, depth), 1)
+    return held
+
+
+def _buffers_bytes(size_bytes: int, count: int, at_once: int) -> int:
+    """What so many buffers of a size take, if that many have to be there at once."""
+    class_bytes = _class_bytes(size_bytes)
+    return class_bytes * max(at_once, 1 if class_bytes > _POOL_DEEP_BYTES else count)
 
 
 def _class_bytes(size_bytes: int) -> int:

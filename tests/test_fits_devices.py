@@ -88,19 +88,52 @@ def test_what_a_recording_keeps_is_each_replicas(acted):
     assert packed[1] == 2 * packed[0] > 2 * (6 + 2) * 8 - 1
 
 
-def test_scratch_between_several_gpus(monkeypatch):
-    dp = fastdp.DataParallel(
-        nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5))), ["cpu"] * 2,
-        bucket_bytes=64 * 64 * 4,
-    )  # fmt: skip
-    assert fits._scratch(dp) == {}  # nothing is known yet, nor are there several
-    dp.fits(torch.ones(4, 64))
-    assert fits._scratch(dp) == {}
-    monkeypatch.setattr(fits, "devices_of", lambda wrapper: GPUS[:2])
+LAYER_BYTES = 512 * 512 * 4
+
+
+@pytest.fixture
+def scratch(monkeypatch):
+    """scratch(places, transport): of a wrapper of five buckets of a size, whose ranks are taken to
+    lie on GPUs of these numbers; by their numbers, in buckets."""
+
+    def found(places, transport):
+        layers = [nn.Linear(512, 512, bias=False) for _ in range(5)]
+        dp = fastdp.DataParallel(
+            nn.Sequential(*layers), ["cpu"] * len(places), bucket_bytes=LAYER_BYTES
+        )
+        assert fits._scratch(dp) == {}  # nothing is known yet
+        dp.fits(torch.ones(len(places), 512))
+        assert fits._scratch(dp) == {}  # there are not several
+        with monkeypatch.context() as patch:
+            devices = tuple(GPUS[place] for place in places)
+            patch.setattr(fits, "parse_devices", lambda ids, name: devices)
+            patch.setattr(fits, "find_transport", lambda devices, wanted: (transport, ""))
+            held = fits._scratch(dp)
+        return {gpu.index: size_bytes / LAYER_BYTES for gpu, size_bytes in held.items()}
+
+    return found
+
+
+def test_scratch_between_several_gpus(scratch, monkeypatch):
     # Five buckets of a size have three buffers between them.
-    assert fits._scratch(dp) == {device: 3 * 64 * 64 * 4 for device in GPUS[:2]}
+    assert scratch([0, 1], "peer") == {0: 3, 1: 3}
+    assert scratch([1, 0, 1], "peer") == {1: 3, 0: 3}
+    assert scratch([0, 1], "nccl") == scratch([0, 1], "host") == {0: 1, 1: 1}
+    assert scratch([0, 0], "local") == {}
     monkeypatch.setattr(fits, "_POOL_DEEP_BYTES", 1000)
-    assert fits._scratch(dp) == {device: 64 * 64 * 4 for device in GPUS[:2]}
+    assert scratch([0, 1], "peer") == {0: 1, 1: 1}
+
+
+def test_scratch_between_more_gpus_than_two(scratch):
+    """As csrc/peer_pack.c, csrc/peer_sum.c and csrc/transport_host.c take it."""
+    # Each but home also keeps its shards of what is broadcast.
+    assert scratch([2, 0, 3], "peer") == {2: 3, 0: 3 + 3 / 2, 3: 3 + 3 / 2}
+    # A GPU packs the gradients of each of its ranks.
+    assert scratch([0, 1, 1, 1, 1], "peer") == {0: 3, 1: 4}
+    assert scratch([0, 1, 2, 3], "nccl") == {0: 1, 1: 1, 2: 1, 3: 1}
+    # All gradients are at home before they are summed.
+    assert scratch([0, 1, 2, 3], "host") == {0: 3, 1: 1, 2: 1, 3: 1}
+    assert scratch([0, 1, 1, 0], "host") == {0: 2, 1: 2}
 
 
 @pytest.mark.parametrize(
