@@ -36,6 +36,7 @@ SHARED = {
     "_dynamo": "the part of torch that traces; looked for among the loaded modules only",
     "_version": "a tensor's count of writes in place",
     "_python_dispatch": "where torch keeps the class of dispatch modes",
+    "_pytree": "torch's walk over nested containers",
     "_subclasses": "where torch keeps fake tensors, on which a step's memory is estimated",
     "_schema": "of an operator: which of its arguments it writes to",
     "_native_multi_head_attention": "an operator, whose memory is estimated step by step",

@@ -10,6 +10,7 @@ from typing import Any, Dict, Iterable, Optional
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from .cuts import find_tensors
 from .fast_paths import IN_STEPS
@@ -21,14 +22,16 @@ class Ledger(TorchDispatchMode):
 
     Args:
         probes: what some operators take beside what the shapes of their results tell.
+        fakes: the mode of the fake tensors that it is on around, if it is.
     """
 
-    def __init__(self, probes: Probes) -> None:
+    def __init__(self, probes: Probes, fakes: Any = None) -> None:
         super().__init__()
         self.live: Dict[torch.device, int] = {}
         self.peak: Dict[torch.device, int] = {}
         self.counts = True  # False: what is made now counts nothing
         self._probes = probes
+        self._fakes = fakes
         self._known: Dict[int, Any] = {}  # by identity of the storage
 
     def ignore(self, tensors: Iterable[Any]) -> None:
@@ -41,6 +44,8 @@ class Ledger(TorchDispatchMode):
         if in_steps is not None:
             with self:
                 return in_steps(*args, **(kwargs or {}))
+        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+            args, kwargs = tree_map_only(torch.Tensor, self._without_memory, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
         made = find_tensors(result)
         probe = self._probes.look(func, args, kwargs or {}, made[0].device) if made else None
@@ -52,6 +57,13 @@ class Ledger(TorchDispatchMode):
             whole = self.live.get(device, 0) + probe.workspace
             self.peak[device] = max(self.peak.get(device, 0), whole)
         return result
+
+    def _without_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As a fake tensor. Among real ones alone, such as those that a module keeps as plain
+        attributes, fake tensors' mode would let an operator write memory, or draw numbers."""
+        if self._fakes is None or self._fakes.is_our_fake(tensor):
+            return tensor
+        return self._fakes.from_tensor(tensor)
 
     def _enter(
         self, tensor: torch.Tensor, counted: bool, size_bytes: Optional[int] = None

@@ -71,8 +71,9 @@ class Taken(NamedTuple):
 def rehearse(step: Step, place: Place) -> Taken:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    ledger = Ledger(step.probes)
-    with _settings(step, place.device), FakeTensorMode(allow_non_fake_inputs=True):
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    ledger = Ledger(step.probes, fakes)
+    with _settings(step, place.device), fakes:
         own = _fakes_of(step, place.device)
         with ledger:
             ledger.ignore(own)
@@ -198,10 +199,11 @@ class _Moves:
         found: List[torch.Tensor] = []
         for rank in self.ranks:
             if rank == 0:
-                found += [tensor.detach() for tensor in own]
+                found += [tensor.data for tensor in own]
                 continue
             flat = torch.empty(bucket.length, dtype=bucket.dtype, device=self.device)
-            found += [flat.as_strided(shape, s, start) for start, shape, s in bucket.core.slots]
+            slots = bucket.core.slots
+            found += [flat.as_strided(shape, s, start).data for start, shape, s in slots]
         return tuple(found)
 
     def reduce(self, bucket: Any, gradients: Any) -> None:
@@ -336,6 +338,8 @@ def _reason(error: BaseException) -> Optional[str]:
     while found is not None:
         if isinstance(found, kinds):
             return f"{type(found).__name__}: {found}{_asker(found)}"
+        if str(found).startswith(".numpy() is not supported"):
+            return f"a NumPy array of one{_asker(found)}"
         if "NestedTensor" in str(found):  # of what a padding mask leaves
             return "nested tensors; nn.TransformerEncoder with enable_nested_tensor=False has none"
         found = found.__cause__ or found.__context__
@@ -349,7 +353,7 @@ def _asker(error: BaseException) -> str:
         name = frame.f_globals.get("__name__", "")
         if name == Ledger.__module__:
             break
-        if not name.startswith(("torch._compile", "torch._dynamo")):
+        if not name.startswith(("torch._compile", "torch._dynamo", "torch._subclasses")):
             code = frame.f_code
             asked = f", in {code.co_name} of {Path(code.co_filename).name}, line {number}"
     return asked

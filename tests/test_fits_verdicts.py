@@ -10,19 +10,65 @@ from fastdp.fits import DeviceFit, Fit
 
 
 @pytest.mark.parametrize("ids", [NO_LIST, ["cpu", "cpu"]])
-def test_forwards_that_want_values(ids):
-    def forward(self, x):
-        return self.lin(x) * x.sum().item()
-
+@pytest.mark.parametrize(
+    "forward, reason",
+    [
+        (lambda self, x: self.lin(x) * x.sum().item(), "DataDependentOutputException: .*"),
+        (lambda self, x: self.lin(x) * len(x.tolist()), "DataDependentOutputException: .*"),
+        (lambda self, x: self.lin(x)[x.sum(1) > 0], "DynamicOutputShapeException: .*"),
+        (lambda self, x: self.lin(x) * float(x.detach().numpy().sum()), "a NumPy array of one"),
+    ],
+    ids=["item", "tolist", "mask", "numpy"],
+)
+def test_forwards_that_want_values(ids, forward, reason):
     dp = fastdp.DataParallel(Apply(forward), ids)
-    line = forward.__code__.co_firstlineno + 1
+    line = forward.__code__.co_firstlineno
     words = (
-        r"cannot run without the values of tensors.*\(DataDependentOutputException: .*, in forward "
-        rf"of test_fits_verdicts\.py, line {line}\): run a step, and read dp\.memory\(\)"
+        rf"cannot run without the values of tensors.*\({reason}, in <lambda> of "
+        rf"test_fits_verdicts\.py, line {line}\): run a step, and read dp\.memory\(\)"
     )
     with pytest.raises(RuntimeError, match=words):
         dp.fits(torch.ones(4, 3).double())
     assert dp(torch.ones(4, 3).double()).shape == (4, 2)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("ids", [NO_LIST, ["cpu"], ["cpu", "cpu"]], ids=str)
+def test_parameters_that_a_forward_writes(ids, mode):
+    """As it clips or normalizes its weights."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.lin.weight.clamp_(-1, 1)
+            self.lin.weight[0].div_(2)
+            self.lin.bias.copy_(self.lin.bias / 2)
+        return self.lin(x)
+
+    dp = fastdp.DataParallel(Apply(forward), ids)
+    before = [(p.clone(), p._version) for p in dp.parameters()]
+    assert dp.fits(torch.ones(4, 3).double(), mode=mode)
+    for p, (value, version) in zip(dp.parameters(), before, strict=True):
+        assert torch.equal(p, value) and p._version == version
+    dp(torch.ones(4, 3).double()).sum().backward()
+
+
+@pytest.mark.parametrize("ids", [NO_LIST, ["cpu", "cpu"]], ids=str)
+def test_tensors_that_are_plain_attributes_stay_as_they_are(ids):
+    """A forward that writes to them, or draws with a generator of its own, among them alone."""
+
+    def forward(self, x):
+        self.mean.mul_(0.9)
+        self.mean[0] += 1
+        torch.add(self.mean, 1, out=self.other)
+        return self.lin(x) + torch.bernoulli(self.mean, generator=self.drawing).sum()
+
+    module = Apply(forward)
+    module.mean, module.other = torch.full((3,), 0.5), torch.zeros(3)
+    module.drawing = torch.Generator().manual_seed(1)
+    dp, state = fastdp.DataParallel(module, ids), module.drawing.get_state()
+    assert dp.fits(torch.ones(4, 3).double()) and dp.fits(torch.ones(4, 3).double(), mode="eval")
+    assert module.mean.tolist() == [0.5] * 3 and module.other.tolist() == [0.0] * 3
+    assert torch.equal(module.drawing.get_state(), state)
 
 
 def test_errors_of_the_forward_are_its_own():
