@@ -83,7 +83,8 @@ class HealthMonitor:
         dp: the wrapper.
         optimizer: whose steps are watched, while the monitor is entered as a context: `check` is
             then called by each `optimizer.step()`, unless it was called since the one before, and
-            update ratios are measured. Default: none; call `check` yourself.
+            update ratios are measured. Of a step with a closure the gradients count that the
+            closure has left. Default: none; call `check` yourself.
         scaler: the GradScaler of the run, if it has one: single overflows are its way to find a
             scale, and are told at level INFO.
         every: look at every n-th step.
@@ -136,6 +137,11 @@ class HealthMonitor:
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
             raise TypeError(f"optimizer is a {kind}: it must be a torch.optim.Optimizer")
+        if scaler is not None and not hasattr(scaler, "is_enabled"):
+            kind = type(scaler).__name__
+            raise TypeError(f"scaler is a {kind}: it must be a torch.amp.GradScaler")
+        if on_record is not None and not callable(on_record):
+            raise TypeError(f"on_record is {on_record!r}: it must be callable, or None")
         whole = (("every", every, 1), ("update_every", update_every, 0), ("window", window, 1))
         for name, count, least in whole:
             if isinstance(count, bool) or not isinstance(count, int):
@@ -206,14 +212,17 @@ class HealthMonitor:
         return norm if scale is None else norm / scale.to(norm.device)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._checked:
+        # The gradients that a closure makes are there behind it only.
+        has_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
+        if not self._checked and not has_closure:
             self.check()
-        current = self._current
-        if current is not None and self._update_every:
-            if (current.step // self._every) % self._update_every == 0:
-                self._before = [weight.detach().clone() for weight in self._weights()]
+        step = self._steps - self._checked
+        if self._update_every and step % (self._every * self._update_every) == 0:
+            self._before = [weight.detach().clone() for weight in self._weights()]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._checked:
+            self.check()
         self._checked = False
         before, self._before = self._before, []
         if before and self._current is not None:

@@ -132,6 +132,29 @@ def test_the_optimizers_steps_are_watched():
     assert len(monitor.records) == 3
 
 
+@pytest.mark.parametrize("named", [False, True], ids=["", "by name"])
+def test_a_step_with_a_closure_has_the_gradients_that_it_left(named):
+    dp = fastdp.DataParallel(linear(), ["cpu", "cpu"])
+    optimizer = torch.optim.SGD(dp.parameters(), lr=2.0**-10)
+    norms, ratios = [], []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (dp(ints(4, 3)) ** 2).sum()
+        loss.backward()
+        norms.append(dp.grad_norm().item())
+        before = torch.cat([p.detach().flatten() for p in dp.parameters()])
+        ratios.append(2.0**-10 * norms[-1] / before.norm().item())
+        return loss
+
+    with fastdp.HealthMonitor(dp, optimizer, update_every=2) as monitor:
+        for _ in range(3):
+            optimizer.step(**{"closure": closure}) if named else optimizer.step(closure)
+    assert [record.norm for record in monitor.records] == norms and norms[0] > 0
+    found = [record.update_ratio for record in monitor.records]
+    assert found == [pytest.approx(ratios[0]), None, pytest.approx(ratios[2])]
+
+
 def test_a_check_of_ones_own_counts_once():
     dp = fastdp.DataParallel(linear(), ["cpu"] * 2)
     optimizer = torch.optim.SGD(dp.parameters(), lr=1e-3)
@@ -183,6 +206,8 @@ def test_the_scale_of_a_fused_step_is_no_part_of_the_norm():
     [
         ({"dp": linear()}, TypeError, "dp is a Linear: it must be a fastdp.DataParallel"),
         ({"optimizer": 3}, TypeError, "optimizer is a int: it must be a torch.optim.Optimizer"),
+        ({"scaler": 3}, TypeError, "scaler is a int: it must be a torch.amp.GradScaler"),
+        ({"on_record": 3}, TypeError, "on_record is 3: it must be callable"),
         ({"every": 0}, ValueError, "every is 0: it must be at least 1"),
         ({"every": 1.5}, TypeError, "every is 1.5: it must be a whole number"),
         ({"update_every": -1}, ValueError, "update_every is -1: it must be at least 0"),
