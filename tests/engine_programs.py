@@ -89,11 +89,12 @@ class Twin:
     def optimize(self, rng):
         kind = rng.choice(["sgd", "momentum", "adam"])
         parameters = list(self.dp.parameters())
+        # One by one: some share memory, and a kernel for all of them writes in no order.
         if kind == "adam":
-            self.optimizer = torch.optim.Adam(parameters, 1e-3)
+            self.optimizer = torch.optim.Adam(parameters, 1e-3, foreach=False)
         else:
             momentum = 0.9 if kind == "momentum" else 0.0
-            self.optimizer = torch.optim.SGD(parameters, 1e-3, momentum=momentum)
+            self.optimizer = torch.optim.SGD(parameters, 1e-3, momentum=momentum, foreach=False)
 
     def arm(self):
         """Before each action: a wrapper's threads, recordings and recorder go with its copies, or

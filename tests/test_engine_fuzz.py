@@ -3,7 +3,8 @@
 which must stay equal to the bit (engine_programs.py). A failure names its seed; `replayed(seed)`
 below is how to look at one. `--long` runs 60 programs for each one of the short form.
 
-On GPUs the recordings are CUDA graphs."""
+On GPUs the recordings are CUDA graphs. Over several, autograd's threads would add up what outputs
+give an activation in the order in which they come; backward runs on one thread there."""
 
 import gc
 
@@ -26,7 +27,8 @@ PLACES = {"host": (("cpu",), 12), "a GPU": (("cuda:0",), 6), "GPUs": (("cuda:0",
 def replayed(seed, devices=("cpu",)):
     """The program of that seed, run as far as it goes."""
     program = Program(seed, ACTIONS, devices)
-    program.run(program.rng.randint(15, 40))
+    with torch.autograd.set_multithreading_enabled(len(devices) == 1):
+        program.run(program.rng.randint(15, 40))
     return program
 
 

@@ -230,7 +230,8 @@ def test_what_a_wrapper_holds(ids):
         assert row["allocated"] < row["allocated_peak"] <= row["total"]
         free, total = torch.cuda.mem_get_info(device)
         assert row["total"] == total and 0 <= row["free"] <= total
-        assert (row["buckets"] > 0) == (len(gpus_of(ids)) > 1)
+    # Small gradients are packed where they are made; home reads them there.
+    assert len(gpus_of(ids)) == 1 or found[str(gpus_of(ids)[1])]["buckets"] > 0
     assert str(found).splitlines()[0].split() == list(found)
 
 
