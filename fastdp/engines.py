@@ -20,6 +20,7 @@ from typing import (
 import torch
 
 from . import _torch_autograd, captures, signatures
+from .alone import Alone
 from .engine_choice import NOTHING
 from .engine_entries import Entry, Key, stays_busy
 from .placement import tensors_of
@@ -54,7 +55,7 @@ class Engine:
         self._whole: Dict[Hashable, Entry] = {}
         self._last: Optional[Entry] = None
         self._made = 0
-        self._lock = threading.Lock()
+        self._alone = Alone()
         self._watching = threading.local()
         self._logged: List[str] = []
         self._unsaid: List[str] = []
@@ -77,16 +78,15 @@ class Engine:
         """The outputs of this step, by whichever engine. `obstacle` is what in the wrapper itself
         stands against recording, or ""; `whole` is from `whole_of`, if a step like this may be
         replayed by `shortcut`."""
-        if not self._lock.acquire(blocking=False):
-            return eager()
+        act: Any = None
         try:
-            act = self._choose(root, rows, named, dim, obstacle, eager, whole)
-        finally:
-            self._lock.release()
+            act = self._alone.run(
+                lambda: self._choose(root, rows, named, dim, obstacle, eager, whole), lambda: eager
+            )
             self._say()
-        try:
             return act()
         finally:
+            act = None  # it may have outputs, whose graph the traceback of an interrupt would keep
             self._say()
 
     def shortcut(
@@ -94,25 +94,7 @@ class Engine:
     ) -> Any:
         """The outputs of a recorded step for arguments that are not cut yet (`whole_of`), or
         NOTHING: then `forward` decides, with cut ones."""
-        if not self._lock.acquire(blocking=False):
-            return NOTHING
-        try:
-            key, tensors = whole
-            entry = self._whole.get(key)
-            if entry is None or entry.recording is None or entry.trial is not None:
-                return NOTHING
-            if entry.recording.busy() or entry.recording.outdated():
-                return NOTHING
-            if entry.snapshot.differs() is not None:
-                return NOTHING
-            source = self._replicator.source(entry.recording.ranks, _wants_gradients(), dim)
-            if _place_of(source) != entry.key.place:
-                return NOTHING
-            self._meet(entry)
-            entry.steps["graph"] += 1
-            return entry.recording.run_whole(tensors, source.tensors)
-        finally:
-            self._lock.release()
+        return self._alone.run(lambda: self._replay_whole(whole, dim), lambda: NOTHING)
 
     def whole_of(
         self, root: torch.nn.Module, inputs: Any, kwargs: Any, dim: int
@@ -131,24 +113,30 @@ class Engine:
 
     def report(self) -> List[Dict[str, Any]]:
         """Every signature, in the order in which they were met: engine, steps by each, reason."""
-        with self._lock:
+
+        def describe() -> List[Dict[str, Any]]:
             entries = sorted(self._entries.values(), key=lambda entry: entry.number)
             return [entry.description() for entry in entries]
 
+        return self._alone.between(describe)
+
     def recordings(self) -> List[Recording]:
         """Those that there are."""
-        with self._lock:
-            found = [entry.recording for entry in self._entries.values()]
+        entries = self._alone.between(lambda: list(self._entries.values()))
+        found = [entry.recording for entry in entries]
         return [recording for recording in found if recording is not None]
 
     def release(self, kept: Sequence[Recording], note: str) -> None:
         """Drops all recordings but these. Their signatures are watched anew if they come back."""
-        with self._lock:
+
+        def drop() -> None:
             for entry in self._entries.values():
                 if entry.recording is not None and entry.recording not in kept:
                     entry.forget()
                     entry.note = note
             self._drop_recordings()
+
+        self._alone.between(drop)
 
     def reasons(self) -> List[str]:
         """Why forwards were not recorded, each once."""
@@ -285,6 +273,22 @@ class Engine:
         entry.steps["graph"] += 1
         outputs = entry.recording.run(pieces, source.tensors)
         return lambda: outputs
+
+    def _replay_whole(self, whole: Tuple[Hashable, List[torch.Tensor]], dim: int) -> Any:
+        key, tensors = whole
+        entry = self._whole.get(key)
+        if entry is None or entry.recording is None or entry.trial is not None:
+            return NOTHING
+        if entry.recording.busy() or entry.recording.outdated():
+            return NOTHING
+        if entry.snapshot.differs() is not None:
+            return NOTHING
+        source = self._replicator.source(entry.recording.ranks, _wants_gradients(), dim)
+        if _place_of(source) != entry.key.place:
+            return NOTHING
+        self._meet(entry)
+        entry.steps["graph"] += 1
+        return entry.recording.run_whole(tensors, source.tensors)
 
     def _run_watched(self, entry: Entry, root: Any, eager: Callable[[], Any]) -> Any:
         entry.steps["eager"] += 1

@@ -33,7 +33,17 @@ class Call:
         self.versions: Tuple[int, ...] = ()
         self.compute: Any = None
         self.over = False
-        recording.owner = weakref.ref(self)
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """The step's outputs; the recording's memory is this call's from now on. A step that raises
+        is over: nobody has its outputs, but its graph may live on in the traceback of an interrupt,
+        which an interactive session keeps."""
+        try:
+            self.recording.owner = weakref.ref(self)
+            return step()
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
         self.over = True

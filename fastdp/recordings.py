@@ -130,17 +130,13 @@ class Recording:
         return self._renewals != captures.renewals()
 
     def busy(self) -> bool:
-        owner = self.owner
-        return owner is not None and owner() is not None
+        call = None if self.owner is None else self.owner()
+        return call is not None and not call.over
 
     def let_go(self) -> None:
         """Of the module's memory, until it has that again."""
         if not self.busy():
             self._own = ()
-
-    def _check_fit(self, tensors: Sequence[torch.Tensor], path: str) -> None:
-        if any(tensor.dim() > 0 for tensor in tensors) or self._dim != 0:
-            check_fit(tensors, self._dim, path)
 
     # Making it
 
@@ -212,8 +208,8 @@ class Recording:
                     raise NotRecordable(f"{path} is no ordinary tensor of its replica's device")
                 if tensor.dtype != tensors[0].dtype:
                     raise NotRecordable(f"{path} has another dtype on some replicas")
-            if self._joined:
-                self._check_fit(tensors, path)
+            if self._joined and (self._dim != 0 or any(tensor.dim() > 0 for tensor in tensors)):
+                check_fit(tensors, self._dim, path)
             columns.append(Column(tensors, path, grad))
             return tensors[0]
 
@@ -262,17 +258,19 @@ class Recording:
     def _run(self, wanted: List[torch.Tensor], fill: Any, tensors: Tensors) -> Any:
         self._own = self._own or storages_of(tensors)
         call = Call(self, fill, tensors)
+        return call.run(functools.partial(self._step, call, wanted))
+
+    def _step(self, call: Call, wanted: List[torch.Tensor]) -> Any:
         if self._backwards and torch.is_grad_enabled():
-            outputs = apply_step(call, wanted + [tensors[place] for place in self._learning])
+            outputs = apply_step(call, wanted + [call.tensors[place] for place in self._learning])
         else:
             outputs = self.forward(call)
             call.end()
-        if self._joined:
-            end_casts()  # as an eager step of several devices
         take = iter(outputs).__next__
-        if self._joined:
-            return trees.join_trees(self._outputs, lambda tensors, path: take())
-        return map_output(self._outputs[0], lambda tensors, path: take(), "output")
+        if not self._joined:
+            return map_output(self._outputs[0], lambda tensors, path: take(), "output")
+        end_casts()  # as an eager step of several devices
+        return trees.join_trees(self._outputs, lambda tensors, path: take())
 
     def forward(self, call: Call) -> List[torch.Tensor]:
         communication = self._communication

@@ -2,9 +2,7 @@
 receives during a step on the caller's thread. Afterwards the same wrapper trains, with the right
 numbers, from this thread and from another, and nothing is held."""
 
-import contextlib
 import gc
-import os
 import sys
 import threading
 import time
@@ -12,13 +10,13 @@ import weakref
 
 import pytest
 import torch
+from interrupting import interrupt_at
 from nets import Net, grads, ints, same
 from torch import nn
 
 import fastdp
 
 row = pytest.mark.row
-ROOT = os.path.dirname(os.path.abspath(fastdp.__file__))
 ENOUGH = 100  # points of a step; fewer would mean that the profiler saw nothing
 
 
@@ -30,38 +28,6 @@ def model():
 
 def wrapper():
     return fastdp.DataParallel(model(), ["cpu"] * 2)
-
-
-def is_ours(frame):
-    return frame is not None and frame.f_code.co_filename.startswith(ROOT)
-
-
-@contextlib.contextmanager
-def interrupt_at(point):
-    """Raises KeyboardInterrupt at the point-th call of a function of the package, or return to one
-    from elsewhere; gives a list that then says where that was, and stays empty when there are
-    fewer."""
-    struck, count = [], 0
-
-    def watch(frame, event, argument):
-        nonlocal count
-        inside = is_ours(frame)
-        back = event == "return" and not inside and is_ours(frame.f_back)
-        if not back and not (inside and event in ("call", "c_return")):
-            return
-        count += 1
-        if count == point:
-            name = getattr(argument, "__name__", frame.f_code.co_name)
-            file = os.path.basename(frame.f_code.co_filename)
-            struck.append(f"point {point}: {event} of {name}, {file}:{frame.f_lineno}")
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    sys.setprofile(watch)
-    try:
-        yield struck
-    finally:
-        sys.setprofile(None)
 
 
 def trains(dp, x, want):
