@@ -236,7 +236,7 @@ def _broadcasts() -> Tuple[List[torch.Tensor], Dict[str, Callable[[], Any]]]:
     (plan,) = replicator._plans.values()
 
     def ours() -> Any:
-        rows, _ = plan.copies(tuple(parameters), True, replicator._communication)
+        rows, _ = plan.copies(tuple(parameters), True)
         return [copy for copies, _ in rows for copy in copies]
 
     def torchs() -> Any:

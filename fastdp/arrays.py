@@ -17,9 +17,8 @@ from typing import Any, Iterable, List, Sequence, Tuple
 import torch
 
 from . import _C
-from .devices import HOST
+from .devices import HOST, device_of_pair, dlpack_pair
 
-_DLPACK_HOST, _DLPACK_CUDA = 1, 2  # pinned host memory (3) counts as host
 _DLPACK_NAMES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
 _DLPACK_BOOL = 6
 _NUMPY_MAX_BYTES = 16  # DLPack counts bits in one byte
@@ -209,8 +208,7 @@ class DLPackArrays:
         return f"dtype({code},{bits},{lanes})"
 
     def device(self, array: Any) -> torch.device:
-        kind, ordinal = _C.layout(array)[3]
-        return torch.device("cuda", ordinal) if kind == _DLPACK_CUDA else HOST
+        return device_of_pair(*_C.layout(array)[3])
 
     def check_device(self, device: torch.device, name: str) -> None:
         """Any device that `parse_devices` lets through will do."""
@@ -235,8 +233,7 @@ class DLPackArrays:
     def joined(
         self, sources: Sequence[Any], shape: Tuple[int, ...], device: torch.device
     ) -> _C.Array:
-        place = (_DLPACK_HOST, 0) if device == HOST else (_DLPACK_CUDA, device.index)
-        return _C.Array(shape, _C.layout(sources[0])[2], place)
+        return _C.Array(shape, _C.layout(sources[0])[2], dlpack_pair(device))
 
 
 TORCH = TorchArrays()

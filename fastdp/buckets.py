@@ -12,6 +12,7 @@ from typing import Any, Callable, Collection, List, Optional, Sequence, Tuple
 import torch
 
 from . import _C, _torch_tensors
+from .devices import dlpack_pair
 from .flat_weights import FlatWeights
 from .streams import Communication
 
@@ -294,8 +295,7 @@ def find_transport(devices: Sequence[torch.device], transport: Optional[str]) ->
     """(name, reason) of what carries buckets between two or more devices, the first of them the
     home: for diagnostics. `transport` as Bucket's; NotImplementedError, with what is missing, when
     that cannot. The first time it opens the devices."""
-    numbers = tuple((2, d.index) if d.type == "cuda" else (1, 0) for d in devices)  # by DLPack
-    return _C.transport(numbers, transport)
+    return _C.transport(tuple(map(dlpack_pair, devices)), transport)
 
 
 def transport_or_lack(

@@ -11,6 +11,7 @@ import torch
 
 from . import arrays as families
 from .devices import HOST, parse_device, parse_devices
+from .moves import chunk_lengths
 
 
 def axis(dim: Any, shape: Tuple[int, ...], name: str) -> int:
@@ -73,10 +74,7 @@ def chunk_sizes_for(sizes: Any, length: int, parts: int, dim: int) -> List[int]:
     """A size for each device, or for None what `torch.chunk` cuts: ceil(length / parts) each until
     nothing is left, so maybe fewer pieces than parts; `parts` empty ones for length 0."""
     if sizes is None:
-        step = -(-length // parts)
-        return [0] * parts if length == 0 else [
-            min(step, length - start) for start in range(0, length, step)
-        ]
+        return chunk_lengths(length, parts) if length else [0] * parts
     try:
         sizes = list(sizes)
     except TypeError:

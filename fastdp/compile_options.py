@@ -12,9 +12,6 @@ from . import _torch_compiler
 
 KEYS = ("backend", "dynamic", "fullgraph", "mode", "options")
 
-# (graph, example inputs, inner) -> what runs the graph; `inner` takes part in Inductor's work.
-Backend = Callable[[Any, Sequence[Any], Any], Callable[..., Any]]
-
 
 class CompileOptions:
     """A compiler and how it is asked. `reason` says why there is none, or is ""."""

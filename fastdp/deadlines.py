@@ -251,10 +251,6 @@ class _Watchdog:
         if thread is not None:
             thread.join(_EXIT_S)
 
-    def deadlines(self) -> List[Deadline]:
-        with self._lock:
-            return list(self._deadlines)
-
     def _serve(self) -> None:
         while not self._ends.wait(_LOOK_S):
             with self._lock:

@@ -13,6 +13,7 @@ from typing import Any, List, Tuple
 import torch
 
 HOST = torch.device("cpu")
+_DLPACK_HOST, _DLPACK_CUDA = 1, 2  # pinned host memory (3) counts as host
 MAX_REPLICAS = 64  # FDP_MAX_REPLICAS of csrc/limits.h
 
 
@@ -71,6 +72,16 @@ def parse_device(device: Any, name: str) -> torch.device:
     if parsed.type != "cuda":
         raise ValueError(f"{name} is {str(parsed)!r}: fastdp takes CUDA devices and 'cpu'")
     return _visible(parsed, name)
+
+
+def dlpack_pair(device: torch.device) -> Tuple[int, int]:
+    """A device as the core knows it: (kind, ordinal) by DLPack's numbers."""
+    return (_DLPACK_CUDA, device.index) if device.type == "cuda" else (_DLPACK_HOST, 0)
+
+
+def device_of_pair(kind: int, ordinal: int) -> torch.device:
+    """The device of such a pair; of any kind but CUDA's, the host."""
+    return torch.device("cuda", ordinal) if kind == _DLPACK_CUDA else HOST
 
 
 def _device_of_index(value: Any, name: str) -> torch.device:

@@ -15,8 +15,9 @@ from .diagnosis import size_text
 from .engine_choice import forked_generators, own_method
 from .environment import DEFAULT_BUCKET_BYTES
 from .marks import unmarked
-from .memory import devices_of, gradients_of, held_by, scratch_bytes, tensors_in, usage
+from .memory import devices_of, gradients_of, held_by, scratch_bytes, usage
 from .optimizer_state import missing_bytes
+from .placement import tensors_of
 from .probes import CUDA_GRAIN_BYTES, Probes, ever_allocated
 from .rehearsal import Part, Place, Step, Taken, map_tensors, rehearse
 from .replicas import Replicator
@@ -117,7 +118,7 @@ def make_fit(
         taken = _taken(wrapper, inputs, kwargs, train, probes)
     present = scratch_bytes()
     scratch = _scratch(wrapper)
-    own = held_by([*tensors_in(wrapper.module), *gradients_of(wrapper.module)])
+    own = held_by([*tensors_of(wrapper.module), *gradients_of(wrapper.module)])
     rows = {}
     for device in devices:
         now = usage(device)

@@ -7,13 +7,14 @@ Reading waits for no GPU and changes nothing.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 
 from . import _C
-from .devices import HOST, parse_device, parse_devices
+from .devices import HOST, device_of_pair, parse_device, parse_devices
 from .diagnosis import size_text
+from .placement import tensors_of
 from .shown import Shown
 
 Row = Dict[str, Optional[int]]
@@ -78,7 +79,7 @@ def devices_of(wrapper: Any) -> List[torch.device]:
     """Where the wrapper has something, each once: the replicas' devices, the output's, and without
     replicas the module's."""
     if not wrapper.device_ids:
-        return list(dict.fromkeys(tensor.device for tensor in tensors_in(wrapper.module))) or [HOST]
+        return list(dict.fromkeys(tensor.device for tensor in tensors_of(wrapper.module))) or [HOST]
     found = list(parse_devices(wrapper.device_ids, "device_ids"))
     found.append(parse_device(wrapper.output_device, "output_device"))
     return list(dict.fromkeys(found))
@@ -88,7 +89,7 @@ def make_memory(wrapper: Any) -> Memory:
     from .validations import left_bytes
 
     devices = devices_of(wrapper)
-    parameters = held_by(tensors_in(wrapper.module))
+    parameters = held_by(tensors_of(wrapper.module))
     gradients = held_by(gradients_of(wrapper.module))
     copies = copies_bytes(wrapper)
     scratch = scratch_bytes()
@@ -155,7 +156,7 @@ def scratch_bytes(trim: bool = False) -> Dict[torch.device, int]:
     be. Pinned memory is the host's."""
     held: Dict[torch.device, int] = {}
     for (kind, ordinal), device_bytes, pinned_bytes in _C.scratch(trim):
-        device = torch.device("cuda", ordinal) if kind == 2 else HOST  # by DLPack's numbers
+        device = device_of_pair(kind, ordinal)
         held[device] = held.get(device, 0) + device_bytes
         held[HOST] = held.get(HOST, 0) + pinned_bytes
     return held
@@ -181,11 +182,6 @@ def make_graphs(wrapper: Any) -> Dict[torch.device, Tuple[int, int]]:
             before = held.get(device, (0, 0))
             held[device] = before[0] + whole, before[1] + allocated
     return held
-
-
-def tensors_in(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def gradients_of(module: torch.nn.Module) -> List[torch.Tensor]:

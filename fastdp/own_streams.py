@@ -11,8 +11,8 @@ from typing import Dict, Tuple
 import torch
 
 from . import _C
+from .devices import dlpack_pair
 
-_CUDA = 2  # by DLPack
 _lock = threading.Lock()
 _streams: Dict[Tuple[str, torch.device], torch.cuda.Stream] = {}
 
@@ -29,4 +29,4 @@ def own_stream(use: str, device: torch.device) -> torch.cuda.Stream:
 
 
 def _opened(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.ExternalStream(_C.open_stream((_CUDA, device.index)), device)
+    return torch.cuda.ExternalStream(_C.open_stream(dlpack_pair(device)), device)

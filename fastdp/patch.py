@@ -238,7 +238,7 @@ class _Surgery:
 
     def _note(self, wrapped: Any, how: str, skips: Callable[[types.FrameType], bool]) -> None:
         self._made[id(wrapped)] = wrapped
-        frame = _caller(2)
+        frame = _callers_caller()
         while frame is not None and frame.f_back is not None and skips(frame):
             frame = frame.f_back
         self.places.add(type(wrapped).__qualname__ + how, frame, len(wrapped.device_ids))
@@ -248,7 +248,7 @@ def run_function(*args: Any) -> Any:
     """`data_parallel`, counted. Called by torch's function."""
     surgery = _current
     if surgery is not None:
-        surgery.places.add("data_parallel", _caller(2), None)
+        surgery.places.add("data_parallel", _callers_caller(), None)
     return data_parallel(*args)
 
 
@@ -306,10 +306,10 @@ def _torch_wrappers() -> Iterator[Any]:
             yield thing
 
 
-def _caller(steps: int) -> Optional[types.FrameType]:
-    """The frame that many steps above the one that asks."""
+def _callers_caller() -> Optional[types.FrameType]:
+    """The frame two steps above the one that asks."""
     frame = inspect.currentframe()
-    for _ in range(steps + 1):
+    for _ in range(3):
         frame = frame.f_back if frame is not None else None
     return frame
 

@@ -54,9 +54,10 @@ class Plan:
         self.bucket_of = {place: k for k, bucket in enumerate(buckets) for place in bucket.places}
 
     def copies(
-        self, tensors: Tensors, differentiable: bool, communication: Communication
+        self, tensors: Tensors, differentiable: bool
     ) -> Tuple[List[Tuple[Tensors, Tensors]], Tensors]:
         """(parameters, buffers) of each rank, and the tokens of the broadcasts."""
+        communication = self.communication
         rows: List[List[torch.Tensor]] = [[] for _ in self._devices]
         tokens = []
         communication.open()

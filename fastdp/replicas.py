@@ -23,7 +23,7 @@ from torch import nn
 from . import _C, _torch_protocol
 from .buckets import is_sparse, make_buckets
 from .devices import parse_devices
-from .environment import DEFAULT_BUCKET_BYTES
+from .environment import DEFAULT_BUCKET_BYTES, bucket_bytes
 from .flat_weights import RnnWeights
 from .fresh_replicas import WalkedTree, check_scripted, fresh_replicas
 from .overlap import is_worth_hiding
@@ -195,7 +195,7 @@ class Replicator:
         differentiable = not detach and torch.is_grad_enabled()
         plan = self._plan(root, tensors, pattern, len(parameters), ranks, differentiable)
         with torch.no_grad() if detach else nullcontext():
-            rows, tokens = plan.copies(tensors, differentiable, plan.communication)
+            rows, tokens = plan.copies(tensors, differentiable)
         if self._fresh or not early:
             plan.communication.deliver()
         if self._fresh:
@@ -390,8 +390,6 @@ def replicate(network: nn.Module, devices: Sequence[Any], detach: bool = False) 
     Raises:
         RuntimeError: lazy modules that have not run yet; Python modules below a ScriptModule.
     """
-    from .environment import bucket_bytes
-
     if not devices:
         return []
     found = parse_devices(devices, "devices")

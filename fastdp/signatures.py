@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Tupl
 
 import torch
 
-from .trees import is_namedtuple
+from .containers import is_namedtuple
 
 Tensors = Tuple[torch.Tensor, ...]
 

@@ -113,7 +113,7 @@ class Stepping:
         return output if self._fastdp_gather_outputs else [output]
 
     def _fastdp_gathered(
-        self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str] = None
+        self, rows: Sequence[Any], named: Sequence[Any], method: Optional[str]
     ) -> Any:
         """From cut arguments to the joined output; the replicas' `method`, or their forward."""
         return self._fastdp_joined(self._fastdp_run_replicas(rows, named, method), rows, named)

@@ -220,19 +220,18 @@ class Communication:
         device's communication stream."""
         return list(self._used[self.devices.index(device)].values()) if self._tells else []
 
-    def begin(self, compute: Optional[Snapshot] = None) -> Optional[Snapshot]:
+    def begin(self, compute: Optional[Snapshot] = None) -> None:
         """Before a forward's broadcasts, after their flat buffers were taken: the communication
         streams wait for all compute that was enqueued so far, which may still write the parameters
-        or read what the buffers' memory held before. Gives the forward's compute streams, by
+        or read what the buffers' memory held before. `compute`: the forward's compute streams, by
         default those that are current now."""
         compute = compute or self.compute()
         if compute is None or not self.apart:
-            return compute
+            return
         for then, used in zip(self._streams, self._used):
             for each in list(used.values()):
                 wait_for(then, each)
         self.release_reads()
-        return compute
 
     def current(self) -> ContextManager[Any]:
         """Around a broadcast: the communication streams are current."""

@@ -96,7 +96,7 @@ def gather_tree(
     def join(tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
         return gather_tensors(tensors, device, dim, tokens, path)
 
-    return _gather(outputs, join, "output")
+    return join_trees(outputs, join)
 
 
 Join = Callable[[Sequence[torch.Tensor], str], torch.Tensor]

@@ -184,7 +184,7 @@ def _generator_states() -> Dict[str, Any]:
 def _active_modes() -> Iterator[str]:
     """What is active on this thread that acts on every operator from Python."""
     for mode in _torch_state.function_modes():
-        if not _is_device_mode(mode):
+        if not _torch_state.is_default_device(mode):  # recorded as any other argument
             yield f"the torch function mode {type(mode).__name__} is active"
     if _torch_state.dispatch_mode_active():
         yield "a torch dispatch mode is active"
@@ -196,13 +196,6 @@ def _active_modes() -> Iterator[str]:
         yield "it is transformed by torch.func"
     if _torch_autograd.forward_mode_active():
         yield "forward-mode differentiation is active"
-
-
-def _is_device_mode(mode: Any) -> bool:
-    """`with torch.device(...)` and `torch.set_default_device`: recorded as any other argument."""
-    return isinstance(getattr(mode, "device", None), torch.device) and type(mode).__module__ == (
-        "torch.utils._device"
-    )
 
 
 def _hooks(roots: Sequence[nn.Module]) -> Iterator[str]:

@@ -39,12 +39,10 @@ class Witness:
                     values = _values(gradient.detach())
                     if values.numel():
                         groups.setdefault((values.dtype, values.device), []).append(values)
-                for (dtype, device), group in groups.items():
-                    self._note(start // count, dtype, device, group)
+                for (_, device), group in groups.items():
+                    self._note(start // count, device, group)
 
-    def _note(
-        self, rank: int, dtype: torch.dtype, device: torch.device, group: List[torch.Tensor]
-    ) -> None:
+    def _note(self, rank: int, device: torch.device, group: List[torch.Tensor]) -> None:
         # In double precision, which no sum of finite numbers of fewer bits leaves.
         norms = _torch_tensors.foreach_norm(group, 1.0, torch.float64)
         norm, there = torch.stack(norms).sum(), None

@@ -194,7 +194,8 @@ def test_an_interrupt_lets_go_of_no_gradient_that_is_still_read(gpus, monkeypatc
     communication.open()
     gradient = torch.ones(3)
     gone = weakref.ref(gradient)
-    compute = communication.begin()
+    compute = communication.compute()
+    communication.begin(compute)
     home = communication._streams[0]  # a bucket's node runs on it
     with torch.no_grad(), streams.current([home]):
         with communication.in_backward(compute, (gradient,)):

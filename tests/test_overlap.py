@@ -250,7 +250,8 @@ def test_beside_compute(cuda):
     communication.open()
     assert cuda.taken() == ["opened 1", "opened 0"]
     communication.open()
-    compute = communication.begin()
+    compute = communication.compute()
+    communication.begin(compute)
     assert [stream.name for stream in compute.streams] == ["c0", "c1"]
     assert cuda.taken() == ["s0 waits for c0", "s1 waits for c1"]
     cuda.device = 2
@@ -277,7 +278,8 @@ def test_beside_compute(cuda):
 def test_events_of_reads_come_back(cuda):
     communication = streams.Communication(GPUS[:2])
     communication.open()
-    compute = communication.begin()
+    compute = communication.compute()
+    communication.begin(compute)
     cuda.current[GPUS[0]] = communication._streams[0]
     counts = []
     for _ in range(8):
@@ -293,7 +295,8 @@ def test_events_of_reads_come_back(cuda):
 def test_gradients_are_held_until_their_streams_were_told_to_wait(cuda):
     communication = streams.Communication(GPUS[:2])
     communication.open()
-    compute = communication.begin()
+    compute = communication.compute()
+    communication.begin(compute)
     cuda.current[GPUS[0]] = communication._streams[0]
     kept = [object() for _ in range(5)]
     for k, thing in enumerate(kept):
@@ -311,7 +314,8 @@ def test_in_line_with_compute(cuda):
     for _ in range(2):
         communication.open()
     assert cuda.taken() == ["opened 1", "opened 0"]
-    compute = communication.begin()
+    compute = communication.compute()
+    communication.begin(compute)
     assert [stream.name for stream in compute.streams] == ["c0", "c1"]
     with communication.current():
         assert cuda.names() == ["c0", "c1"]
@@ -329,7 +333,8 @@ def test_in_line_on_an_engine_thread_with_streams_of_its_own(cuda):
     communication = streams.Communication(GPUS[:2], beside=False)
     own = cuda.current[GPUS[1]]
     cuda.current[GPUS[1]] = Stream("user", GPUS[1], cuda.log)
-    compute = communication.begin()
+    compute = communication.compute()
+    communication.begin(compute)
     cuda.current[GPUS[1]] = own
     with communication.in_backward(compute, (None,)):
         assert cuda.names() == ["c0", "user"]
