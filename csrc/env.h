@@ -4,7 +4,6 @@
 #ifndef FDP_ENV_H
 #define FDP_ENV_H
 
-#include <stdbool.h>
 #include <stdint.h>
 
 #include "status.h"
@@ -33,7 +32,6 @@ typedef struct fdp_env_variable {
   fdp_env_type type;
   const char *type_text; /* for people: "integer, ms", "off|error|..." */
   const char *standard;  /* the value when it is not set */
-  bool build_time;       /* read when fastdp is built, not when it runs */
   int64_t minimum;       /* integers */
   int64_t maximum;
   const char *sentence;

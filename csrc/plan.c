@@ -163,15 +163,3 @@ fdp_status fdp_plan_slices(fdp_copy_list *list, const fdp_view *whole, const fdp
   }
   return FDP_OK;
 }
-
-int32_t fdp_plan_chunks(int64_t batch, int32_t replicas, int64_t *sizes) {
-  assert(batch >= 0 && replicas > 0);
-  int64_t size = batch / replicas + (batch % replicas != 0);
-  int32_t count = 0;
-  int64_t left = batch;
-  do {
-    sizes[count] = left < size ? left : size;
-    left -= sizes[count++];
-  } while (left > 0);
-  return count;
-}

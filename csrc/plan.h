@@ -33,9 +33,4 @@ fdp_status fdp_plan_slices(fdp_copy_list *list, const fdp_view *whole, const fdp
                            int32_t part_count, int32_t dim, fdp_plan_direction direction,
                            int32_t *copy_counts);
 
-/* The sizes into which torch.chunk cuts `batch`, of at most `replicas` chunks: ceil(batch /
- * replicas) each and the rest last, so there may be fewer. An empty batch is one chunk of 0.
- * `sizes` has room for `replicas`; returns the number of chunks. */
-int32_t fdp_plan_chunks(int64_t batch, int32_t replicas, int64_t *sizes);
-
 #endif

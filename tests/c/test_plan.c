@@ -179,32 +179,9 @@ static void test_far_source(void) {
   fdp_copy_list_drop(&list);
 }
 
-static void test_chunks(void) {
-  for (int64_t batch = 0; batch <= 40; ++batch) {
-    for (int32_t replicas = 1; replicas <= 9; ++replicas) {
-      int64_t sizes[9];
-      int64_t each = (batch + replicas - 1) / replicas;
-      int32_t count = fdp_plan_chunks(batch, replicas, sizes);
-      check_case("batch %d, %d replicas", (int)batch, replicas);
-      CHECK_EQUAL(count, batch == 0 ? 1 : (batch + each - 1) / each);
-      int64_t total = 0;
-      for (int32_t i = 0; i < count; ++i) {
-        if (i + 1 < count) CHECK_EQUAL(sizes[i], each);
-        total += sizes[i];
-      }
-      CHECK_EQUAL(total, batch);
-    }
-  }
-  int64_t sizes[3];
-  CHECK_EQUAL(fdp_plan_chunks(INT64_MAX, 3, sizes), 3);
-  CHECK_EQUAL(sizes[2], INT64_MAX - 2 * (INT64_MAX / 3 + 1));
-  check_case("%s", "");
-}
-
 void test_plan(void) {
   test_random_plans();
   test_merging();
   test_split();
   test_far_source();
-  test_chunks();
 }

@@ -5,6 +5,7 @@
 #include "../../csrc/gather.h"
 #include "../../csrc/plan.h"
 #include "../../csrc/scatter.h"
+#include "cases.h"
 #include "check.h"
 #include "rig.h"
 
@@ -72,7 +73,7 @@ static void one_slicing(const rig *ranks, int32_t rank_count, fdp_dtype dtype, i
                         int32_t dim, rig_layout source_layout, rig_layout target_layout) {
   int64_t shape[3], sizes[RIG_RANKS];
   make_shape(shape, dim, length);
-  int32_t count = fdp_plan_chunks(length, rank_count, sizes);
+  int32_t count = case_chunks(length, rank_count, sizes);
   rig_array source = rig_array_open(dtype, 3, shape, source_layout, ranks->ids[0]);
   rig_array back = rig_array_open(dtype, 3, shape, target_layout, ranks->ids[0]);
   rig_array parts[RIG_RANKS];

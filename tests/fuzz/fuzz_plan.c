@@ -8,6 +8,7 @@
 #include "../../csrc/checks.h"
 #include "../../csrc/plan.h"
 #include "../../csrc/relay.h"
+#include "../c/cases.h"
 #include "fuzz.h"
 
 #define ARENA_BYTES 640
@@ -92,7 +93,7 @@ static void plan_slices(fuzz_bytes *bytes) {
   char *whole_arena = direction == FDP_PLAN_SCATTER ? sources : targets;
   char *part_arena = direction == FDP_PLAN_SCATTER ? targets : sources;
   fdp_view whole = fuzz_tame_view(bytes, dtype, shape, ndim, whole_arena, ARENA_BYTES);
-  int32_t part_count = fdp_plan_chunks(shape[dim], 1 + fuzz_below(bytes, MOST_PARTS), sizes);
+  int32_t part_count = case_chunks(shape[dim], 1 + fuzz_below(bytes, MOST_PARTS), sizes);
   int64_t total = 0;
   for (int32_t i = 0; i < part_count; ++i) total += sizes[i];
   FUZZ_CHECK(total == shape[dim]);
