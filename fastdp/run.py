@@ -45,12 +45,15 @@ def main(arguments: List[str]) -> Optional[int]:
     """
     parser, variables = _parser()
     options = parser.parse_args(arguments)
+    words = options.program[options.program[:1] == ["--"] :]
+    if not words:
+        parser.error("the following arguments are required: program")
     for name, variable in variables.items():
         if getattr(options, name) is not None:
             os.environ[variable] = str(getattr(options, name))
     handle = patch()
     try:
-        program = (_Module if options.module else _File)(options.program, options.args)
+        program = (_Module if options.module else _File)(words[0], words[1:])
         if not options.quiet:
             # What is registered first runs last: after all that the script still does at its end.
             atexit.register(_report, handle, os.getpid())
@@ -91,8 +94,12 @@ def _parser() -> Tuple[argparse.ArgumentParser, Dict[str, str]]:
     parser.add_argument(
         "-m", dest="module", action="store_true", help="the program is a module's name, as in -m"
     )
-    parser.add_argument("program", help="path of the script, or with -m name of the module")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
+    # One for both: argparse takes a "--" behind a program that is by itself for its own.
+    parser.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        help="path of the script, or with -m name of the module, and its own arguments",
+    )
     return parser, variables
 
 

@@ -70,6 +70,13 @@ def test_a_script_finds_what_it_always_finds(folder):
     assert f"['{folder.path}/sub', " in out and "some\ninput" in out and "script's text" in out
 
 
+@pytest.mark.parametrize("program", [["sees.py"], ["-m", "sees"]], ids=["a script", "a module"])
+def test_two_dashes_behind_the_program_are_its_own(folder, program):
+    folder.write("sees.py", SEES)
+    code, out, _ = folder.same(*program, "--", "x", "--")
+    assert code == 0 and "'--', 'x', '--']" in out
+
+
 def test_a_package_finds_what_it_always_finds(folder):
     folder.write("package/__init__.py", "import sys; print('around', sys.argv)")
     folder.write("package/__main__.py", SEES)
@@ -263,6 +270,7 @@ def test_what_cannot_be_run(unpatched, capsys, tmp_path, monkeypatch, words, cod
         (["--transport", "pigeon", "x.py"], "argument --transport: invalid choice: 'pigeon'"),
         (["--bucket-bytes", "many", "x.py"], "argument --bucket-bytes: invalid int value: 'many'"),
         (["--quie", "x.py"], "unrecognized arguments: --quie"),
+        (["--"], "the following arguments are required: program"),
     ],
 )
 def test_bad_options(unpatched, capsys, words, text):
