@@ -1,5 +1,5 @@
-/* The clock that waits on the host go by: CLOCK_MONOTONIC, which a change of the date does not move.
- * Any thread, no streams. */
+/* The clock that waits on the host go by: CLOCK_MONOTONIC, which a change of the date does not
+ * move. Any thread, no streams. */
 #ifndef FDP_CLOCK_H
 #define FDP_CLOCK_H
 

@@ -7,10 +7,11 @@ its own, on the GPU or, with "cpu", on the host.
 
 from __future__ import annotations
 
-import operator
 from typing import Any, List, Tuple
 
 import torch
+
+from .options import whole_number
 
 HOST = torch.device("cpu")
 _DLPACK_HOST, _DLPACK_CUDA = 1, 2  # pinned host memory (3) counts as host
@@ -86,9 +87,7 @@ def device_of_pair(kind: int, ordinal: int) -> torch.device:
 
 def _device_of_index(value: Any, name: str) -> torch.device:
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        index = operator.index(value)
+        index = whole_number(value)
     except TypeError:
         raise TypeError(
             f"{name} must be an int, a str or a torch.device, not {type(value).__name__}"

@@ -89,9 +89,7 @@ class Engine:
             act = None  # it may have outputs, whose graph the traceback of an interrupt would keep
             self._say()
 
-    def shortcut(
-        self, root: torch.nn.Module, whole: Tuple[Hashable, List[torch.Tensor]], dim: int
-    ) -> Any:
+    def shortcut(self, whole: Tuple[Hashable, List[torch.Tensor]], dim: int) -> Any:
         """The outputs of a recorded step for arguments that are not cut yet (`whole_of`), or
         NOTHING: then `forward` decides, with cut ones."""
         return self._alone.run(lambda: self._replay_whole(whole, dim), lambda: NOTHING)

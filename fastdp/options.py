@@ -12,6 +12,13 @@ MIN_TIMEOUT_S = 0.001
 MAX_TIMEOUT_S = 86400
 
 
+def whole_number(value: Any) -> int:
+    """TypeError, without words, for what is none; a bool is none."""
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
 def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}: it must be True or False")
@@ -92,9 +99,7 @@ def _checked(value: Any, name: str) -> List[int]:
     sizes = []
     for i, entry in enumerate(value):
         try:
-            if isinstance(entry, bool):
-                raise TypeError
-            sizes.append(operator.index(entry))
+            sizes.append(whole_number(entry))
         except TypeError:
             raise TypeError(
                 f"{name}[{i}] is {entry!r}: it must be a whole number of samples"

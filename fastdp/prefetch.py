@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import operator
 import os
 import threading
 import weakref
@@ -29,6 +28,7 @@ import torch
 
 from .attributes import is_wrapper
 from .devices import parse_devices
+from .options import whole_number
 from .staging import Staged, Stager, names_of
 from .streams import current, current_stream, distinct
 from .thread_state import ThreadState
@@ -98,9 +98,7 @@ class Prefetch:
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise TypeError(f"loader is a {type(loader).__name__}: it must be iterable")
         try:
-            if isinstance(depth, bool):
-                raise TypeError
-            self.depth = operator.index(depth)
+            self.depth = whole_number(depth)
         except TypeError:
             raise TypeError(f"depth is {depth!r}: it must be a whole number of batches") from None
         if self.depth < 1:

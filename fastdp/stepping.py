@@ -70,7 +70,7 @@ class Stepping:
                     engine = self._fastdp_get_engine()
                     whole = engine.whole_of(self.module, inputs, kwargs, self.dim)
                     if whole is not None:
-                        outputs = engine.shortcut(self.module, whole, self.dim)
+                        outputs = engine.shortcut(whole, self.dim)
                         if outputs is not NOTHING:
                             return outputs
             with phase("scatter"):

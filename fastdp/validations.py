@@ -4,7 +4,6 @@ before; afterwards what evaluation alone needed is given back."""
 from __future__ import annotations
 
 import gc
-import operator
 import weakref
 from typing import Any, Dict, List, Optional, Type
 
@@ -15,6 +14,7 @@ from .devices import parse_device
 from .diagnosis import size_text
 from .fits import Fit
 from .memory import devices_of, free_bytes, make_graphs, scratch_bytes, usage
+from .options import whole_number
 from .streams import distinct
 
 __all__ = ["Validation", "validation"]
@@ -156,9 +156,7 @@ def _checked(reserve_bytes: Any, devices: List[torch.device]) -> Bytes:
         rows = reserve_bytes.devices.items()
         return {parse_device(name, "reserve_bytes"): row.step_bytes for name, row in rows}
     try:
-        if isinstance(reserve_bytes, bool):
-            raise TypeError
-        count = operator.index(reserve_bytes)
+        count = whole_number(reserve_bytes)
     except TypeError:
         raise TypeError(
             f"reserve_bytes is {reserve_bytes!r}: it must be a whole number of bytes, or what "

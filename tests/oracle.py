@@ -3,9 +3,10 @@
 The sources of torch.nn.parallel are read from the installed torch and executed a second time in a
 private package, `torch_parallel_on_host`, whose `comm`, device look-ups, streams and device guards
 are host stand-ins. Device i is replica i; all memory is host memory (or one GPU's, where the module
-and its inputs are there), and only what torch aliases is aliased: device 0's copies are the base's own tensors. torch itself is not patched, so a backward
-long after the forward, in any thread, still runs the same code. Two kinds of statements are left
-out: the checks that refuse tensors of device type "cpu".
+and its inputs are there), and only what torch aliases is aliased: device 0's copies are the base's
+own tensors. torch itself is not patched, so a backward long after the forward, in any thread, still
+runs the same code. Two kinds of statements are left out: the checks that refuse tensors of device
+type "cpu".
 """
 
 import ast

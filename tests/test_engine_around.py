@@ -7,8 +7,9 @@ import threading
 
 import pytest
 import torch
-from engine_cases import ON_GPUS, SETTLED, WATCHED, Recorder, Twins, identical, noise, reasons
+from engine_cases import ON_GPUS, SETTLED, WATCHED, Recorder, Twins, identical, reasons
 from engine_cases import squares, steps
+from engine_cases import rows_of_four as rows
 from pretended_gpus import Gpus, Stream
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,10 +23,6 @@ AHEAD = WATCHED["graph"]
 def layers():
     torch.manual_seed(4)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
-
-
-def rows(means, seed=0):
-    return noise(means, 6, 4, seed=seed)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -5,16 +5,13 @@ import gc
 
 import pytest
 import torch
-from engine_cases import WATCHED, Twins, graph_steps, noise, squares
+from engine_cases import WATCHED, Twins, graph_steps, squares
+from engine_cases import rows_of_four as rows
 from operator_recorder import OperatorRecorder
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 AHEAD = WATCHED["graph"]
-
-
-def rows(means, seed=0):
-    return noise(means, 6, 4, seed=seed)
 
 
 def twins_of(means, module, steps=AHEAD + 1, **options):

@@ -5,7 +5,8 @@ import contextlib
 
 import pytest
 import torch
-from engine_cases import SETTLED, WATCHED, Twins, identical, noise, reasons, squares, steps
+from engine_cases import SETTLED, WATCHED, Twins, identical, reasons, squares, steps
+from engine_cases import rows_of_four as rows
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,10 +17,6 @@ AHEAD = WATCHED["graph"]
 def norms():
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
-
-
-def rows(means, seed):
-    return noise(means, 6, 4, seed=seed)
 
 
 def outputs(twins, *inputs):

@@ -6,7 +6,8 @@ import types
 
 import pytest
 import torch
-from engine_cases import SETTLED, Twins, graph_steps, noise, reasons
+from engine_cases import SETTLED, Twins, graph_steps, reasons
+from engine_cases import rows_of_four as rows
 from operator_recorder import OperatorRecorder
 from torch import nn
 
@@ -51,10 +52,6 @@ class Student(nn.Module):
 
     def forward(self, x):
         return self.linear(x) * self.teacher(x) * self.teacher.rate
-
-
-def rows(means, seed=0):
-    return noise(means, 6, 4, seed=seed)
 
 
 def recorded_twins(means, holder):

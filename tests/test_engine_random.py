@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from engine_cases import SETTLED, WATCHED, Twins, identical, noise, reasons, squares, steps
+from engine_cases import rows_of_four as rows
 from nets import Apply
 from torch import nn
 
@@ -43,10 +44,6 @@ def dropping():
     return nn.Sequential(
         nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3), nn.Dropout(0.25)
     ).double()
-
-
-def rows(means, seed=0):
-    return noise(means, 6, 4, seed=seed)
 
 
 def trained(means, dp, count, first=0):

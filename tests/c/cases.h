@@ -1,6 +1,6 @@
-/* Cases shared by tests of the core and by those of the kernels in C and in CUDA: a seeded generator,
- * chunks, the dtypes that can be summed, and strided copies of any shape. A case owns no memory; it
- * says how many bytes it wants. Same seed, same cases. */
+/* Cases shared by tests of the core and by those of the kernels in C and in CUDA: a seeded
+ * generator, chunks, the dtypes that can be summed, and strided copies of any shape. A case owns no
+ * memory; it says how many bytes it wants. Same seed, same cases. */
 #ifndef FDP_TEST_CASES_H
 #define FDP_TEST_CASES_H
 
@@ -31,7 +31,7 @@ static inline void case_fill(void *bytes, int64_t size_bytes) {
   }
 }
 
-/* The sizes into which torch.chunk cuts `length`, of at most `most` chunks; returns their number. */
+/* The sizes of the chunks, at most `most`, that torch.chunk makes of `length`; gives how many. */
 static inline int32_t case_chunks(int64_t length, int32_t most, int64_t *sizes) {
   int64_t size = (length + most - 1) / most, left = length;
   int32_t count = 0;
