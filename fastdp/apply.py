@@ -122,8 +122,7 @@ class _Call:
         if not self.only_ready:
             return self._run()
         try:
-            with only_ready():
-                return self._run()
+            return only_ready(self._run)
         except NotReady:
             return NOT_READY
 

@@ -137,9 +137,10 @@ class Form:
         self._known = tuple(map(id, known))
         started, before = time.perf_counter(), self._owner.count
         try:
-            with readiness.compiling(), _torch_compiler.messages_of_once_left_out():
-                with _torch_compiler.hooks_guarded():
-                    return self._call(self._compile, where, module, args, kwargs)
+            with _torch_compiler.messages_of_once_left_out(), _torch_compiler.hooks_guarded():
+                return readiness.compiling(
+                    lambda: self._call(self._compile, where, module, args, kwargs)
+                )
         finally:
             self._now, self._known = None, ()
             if self._owner.count > before:
@@ -154,10 +155,9 @@ class Form:
         # Casts are part of what was compiled, and a replica's parameters are never in autocast's
         # cache; but torch's guards ask whether it is on, which differs while a step is recorded.
         cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
         try:
-            with readiness.place(where):
-                return act(module, args, kwargs)
+            torch.set_autocast_cache_enabled(False)
+            return readiness.placed(where, lambda: act(module, args, kwargs))
         finally:
             torch.set_autocast_cache_enabled(cached)
 

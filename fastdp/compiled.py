@@ -26,6 +26,7 @@ from .compile_forms import MISSED, Family
 from .compile_options import CompileOptions, is_compiled_module
 from .compile_plain import plainly
 from .readiness import NotReady
+from .signals import is_from_handler
 
 _log = logging.getLogger("fastdp")
 
@@ -139,7 +140,7 @@ class Compiled:
                     output = form.compile(where, module, arguments.args, arguments.kwargs)
                 except Exception as error:
                     state.restore()
-                    if self.options.fullgraph:
+                    if self.options.fullgraph or is_from_handler(error):
                         raise
                     if state.parameters_written():  # to run it again would write them twice
                         family.forgive()

@@ -47,6 +47,10 @@ class Entry:
         self._lost = 0  # trials
         self._again_at: Optional[int] = None  # as many eager steps
 
+    def order(self) -> int:
+        """That in which signatures were met."""
+        return self.number
+
     def lose(self, graph_ms: float, eager_ms: float) -> str:
         """Its trial was won by eager: why it is eager now."""
         self._lost += 1

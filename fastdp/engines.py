@@ -26,6 +26,7 @@ from .engine_entries import Entry, Key, stays_busy
 from .placement import tensors_of
 from .plans import Source
 from .recordings import Recording
+from .signals import is_from_handler
 from .signatures import EngineError, NotRecordable
 from .trials import Trial
 from .watch import Watch, global_state, snapshot_of
@@ -111,12 +112,9 @@ class Engine:
 
     def report(self) -> List[Dict[str, Any]]:
         """Every signature, in the order in which they were met: engine, steps by each, reason."""
-
-        def describe() -> List[Dict[str, Any]]:
-            entries = sorted(self._entries.values(), key=lambda entry: entry.number)
-            return [entry.description() for entry in entries]
-
-        return self._alone.between(describe)
+        return self._alone.between(
+            lambda: [e.description() for e in sorted(self._entries.values(), key=Entry.order)]
+        )
 
     def recordings(self) -> List[Recording]:
         """Those that there are."""
@@ -345,6 +343,8 @@ class Engine:
         except NotRecordable as reason:
             self._give_up(entry, str(reason))
         except Exception as error:
+            if is_from_handler(error):
+                raise
             self._give_up(entry, f"{type(error).__name__}: {error}")
         else:
             if self.kind == "auto":

@@ -5,13 +5,18 @@ and say `NotReady` before they have done anything; then they run again, in turn,
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from typing import Any, ContextManager, Iterator
+from typing import Any, Callable
 
 from .signatures import NotRecordable
 
-_local = threading.local()
+
+class _Local(threading.local):
+    may_not_compile = as_compiled = is_compiling = is_uncompiled = False
+    place: Any = None
+
+
+_local = _Local()
 
 
 class NotReady(NotRecordable):
@@ -25,59 +30,57 @@ class NotReady(NotRecordable):
 NOT_READY = object()
 
 
-@contextlib.contextmanager
-def _held(name: str, value: Any) -> Iterator[None]:
-    """What this thread has by that name is `value` meanwhile."""
-    before = getattr(_local, name, None)
-    setattr(_local, name, value)
+def _held(name: str, value: Any, act: Callable[[], Any]) -> Any:
+    """act(), while what this thread has by that name is `value`. No context manager, whose second
+    half an interrupt may forestall: this thread would have the value for good."""
+    before = getattr(_local, name)
     try:
-        yield
+        setattr(_local, name, value)
+        return act()
     finally:
         setattr(_local, name, before)
 
 
-def only_ready() -> ContextManager[None]:
-    """Around calls of replicas that must not compile."""
-    return _held("may_not_compile", True)
+def only_ready(act: Callable[[], Any]) -> Any:
+    """act(), which calls replicas that must not compile."""
+    return _held("may_not_compile", True, act)
 
 
 def may_compile() -> bool:
-    return not getattr(_local, "may_not_compile", False)
+    return not _local.may_not_compile
 
 
-@contextlib.contextmanager
-def as_compiled() -> Iterator[None]:
+def as_compiled(act: Callable[[], Any]) -> Any:
     """As `only_ready`, where a part that is not compiled is to run as it is: what is recorded."""
-    with _held("as_compiled", True), only_ready():
-        yield
+    return _held("as_compiled", True, lambda: only_ready(act))
 
 
 def is_as_compiled() -> bool:
-    return bool(getattr(_local, "as_compiled", False))
+    return _local.as_compiled
 
 
-def compiling() -> ContextManager[None]:
-    """Around a call that compiles what is missing."""
-    return _held("compiling", True)
+def compiling(act: Callable[[], Any]) -> Any:
+    """act(), which compiles what is missing."""
+    return _held("is_compiling", True, act)
 
 
 def is_compiling() -> bool:
-    return bool(getattr(_local, "compiling", False))
+    return _local.is_compiling
 
 
-def uncompiled() -> ContextManager[None]:
-    """Around calls of replicas whose operators somebody wants to see."""
-    return _held("uncompiled", True)
+def uncompiled(act: Callable[[], Any]) -> Any:
+    """act(), which calls replicas whose operators somebody wants to see."""
+    return _held("is_uncompiled", True, act)
 
 
 def is_uncompiled() -> bool:
-    return bool(getattr(_local, "uncompiled", False))
+    return _local.is_uncompiled
 
 
-def place(found: Any) -> ContextManager[None]:
-    """Around the compiled forward of the replica at this place: its parts ask for it."""
-    return _held("place", found)
+def placed(place: Any, act: Callable[[], Any]) -> Any:
+    """act(), the compiled forward of the replica at this place: its parts ask for it."""
+    return _held("place", place, act)
 
 
 def current_place() -> Any:
-    return getattr(_local, "place", None)
+    return _local.place

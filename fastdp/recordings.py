@@ -141,7 +141,12 @@ class Recording:
     # Making it
 
     def _capture(self, source: Source, rows: Any, named: Any, recorder: Any) -> None:
-        buffers = [t for t in source.tensors[source.plan.parameter_count :]]
+        def record() -> None:
+            with recorder.rehearsal():
+                self._attempt(source, rows, named, recorder.record, recorder)
+            self._attempt(source, rows, named, recorder.record, recorder, True)
+
+        buffers = source.tensors[source.plan.parameter_count :]
         kept = [buffer.detach().clone() for buffer in buffers]
         source.communication.open()
         source.communication.begin()
@@ -151,10 +156,7 @@ class Recording:
                 self._attempt(source, rows, named, noting_reads, recorder)
                 self._versions.learn(source.tensors, self._tapes[0].saved)
                 self._attempt(source, rows, named, at_once, recorder)
-                with as_compiled():
-                    with recorder.rehearsal():
-                        self._attempt(source, rows, named, recorder.record, recorder)
-                    self._attempt(source, rows, named, recorder.record, recorder, True)
+                as_compiled(record)
         finally:
             others = [pair for tape in self._tapes for pair in tape.kept]
             for tensor, value in (*zip(buffers, kept), *others[::-1]):

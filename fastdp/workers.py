@@ -23,6 +23,7 @@ from . import _C
 from .hints import hint
 from .pace import Pace
 from .phases import replica_phase
+from .signals import is_from_handler
 from .thread_state import ThreadState, Tracing, end_casts, restored_defaults
 
 
@@ -53,13 +54,16 @@ class Job:
         self.thread: Optional[threading.Thread] = None  # whoever is to run it
 
     def execute_here(self) -> None:
-        """On the caller's own thread. KeyboardInterrupt goes through at once."""
+        """On the caller's own thread. What a signal handler raises goes through at once, and as it
+        is: on the main thread of nn.DataParallel it would strike in a wait."""
         try:
             with restored_defaults(), replica_phase(self.rank):
                 self.result = self.run()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            if is_from_handler(error):
+                raise
             self.error = replica_error(error, self.rank, self.device, self.run)
         finally:
             self.run = None

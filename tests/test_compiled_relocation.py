@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import types
 import weakref
 
@@ -55,10 +56,9 @@ def test_what_was_compiled_for_one_device_serves_the_other():
     (form,) = one.report()["forms"]
     assert form["graphs"] == 1 and set(form["seconds"]) == {"cpu", "meta"}
     assert one.reasons == []
-    with readiness.only_ready():
-        for _ in range(2):
-            first(x)
-            second(x.to(META))
+    for _ in range(2):
+        readiness.only_ready(lambda: first(x))
+        readiness.only_ready(lambda: second(x.to(META)))
     assert one.count == 2
 
 
@@ -77,8 +77,9 @@ def test_a_piece_that_is_given_nothing_on_its_device_runs_there_all_the_same():
         for d in (CPU, META)
     ]
     for call in (*calls, *calls):
-        with readiness.compiling(), readiness.place(call):
-            assert run(torch.ones(3)).device == call.device
+        act = functools.partial(run, torch.ones(3))
+        output = readiness.compiling(functools.partial(readiness.placed, call, act))
+        assert output.device == call.device
     assert run.ready == [CPU, META]
     assert set(run.pieces[0]._runs) == {CPU, META}
 

@@ -1,0 +1,24 @@
+"""Exceptions of signal handlers, such as a timeout's (signal.alarm): they are the caller's, wherever
+they strike, and no failure of what they strike in."""
+
+from __future__ import annotations
+
+from typing import Any, Iterator
+
+
+def is_from_handler(error: BaseException) -> bool:
+    """Whether a handler raised it. Python gives a handler the frame that it interrupts, which is
+    its caller's too; ordinary functions are not given that."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        interrupted, trace = trace.tb_frame, trace.tb_next
+        if any(given is interrupted for given in _arguments(trace.tb_frame)):
+            return True
+    return False
+
+
+def _arguments(frame: Any) -> Iterator[Any]:
+    code, found = frame.f_code, frame.f_locals
+    for name in code.co_varnames[: code.co_argcount + 1]:  # behind them may be *args
+        value = found.get(name)
+        yield from value if isinstance(value, tuple) else (value,)
