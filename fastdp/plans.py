@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from itertools import islice
 from operator import itemgetter
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -21,8 +21,8 @@ Tensors = Tuple[torch.Tensor, ...]
 
 
 class Plan:
-    """How the tensors of a module travel: buckets, what no bucket can hold (sparse tensors, which
-    torch copies), and the order to put their copies back in."""
+    """How the tensors of a module travel: buckets, what is in none (sparse tensors, and buffers that
+    may grow: torch copies them), and the order to put their copies back in."""
 
     def __init__(
         self,
@@ -39,8 +39,10 @@ class Plan:
             bucket.number = k
         self.communication = communication
         self.alone = alone
+        # The same for a recording, in which no buffer grows; None until one asks.
+        self.recorded: Optional[Plan] = None
         self.parameter_count = parameter_count
-        self._devices = devices
+        self.devices = devices
         # The ranks whose gradients go to another stream: each lands as a whole.
         home = devices[0]
         self._linked = [
@@ -58,7 +60,7 @@ class Plan:
     ) -> Tuple[List[Tuple[Tensors, Tensors]], Tensors]:
         """(parameters, buffers) of each rank, and the tokens of the broadcasts."""
         communication = self.communication
-        rows: List[List[torch.Tensor]] = [[] for _ in self._devices]
+        rows: List[List[torch.Tensor]] = [[] for _ in self.devices]
         tokens = []
         communication.open()
         compute = communication.compute()
@@ -86,7 +88,7 @@ class Plan:
         for bucket, copies, landings in made:
             _share_out(bucket, copies, landings, rows, land)
         for place in self.alone:
-            for rank, (row, device) in enumerate(zip(rows, self._devices)):
+            for rank, (row, device) in enumerate(zip(rows, self.devices)):
                 tensor = tensors[place]
                 row.append(tensor.to(device, copy=True) if rank > 0 else tensor)
         ordered = [self._reorder(row) if self._in_order else tuple(row) for row in rows]
@@ -134,6 +136,18 @@ class Source(NamedTuple):
     grad: bool  # whether gradients may be asked for
     dim: int
     compiled: Any = None  # what compiles the replicas
+
+
+def alone_in_plan(tensors: Tensors, parameter_count: int) -> List[int]:
+    """The places of those that no bucket takes: sparse tensors, and buffers that a forward resizes
+    when it knows how many channels there are, as observers of quantization do: a slot between
+    others has no room for it."""
+    places = []
+    for place, tensor in enumerate(tensors):
+        may_grow = place >= parameter_count and tensor.dim() == 1 and tensor.numel() <= 1
+        if may_grow or is_sparse(tensor):
+            places.append(place)
+    return places
 
 
 def check_tensors(root: nn.Module) -> None:

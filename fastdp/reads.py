@@ -21,14 +21,15 @@ class Reads(TorchDispatchMode):
     others and its own that it wrote, with what was in them.
 
     Raises:
-        NotRecordable: in the forward, where it reads a tensor on another device, or on the host.
+        NotRecordable: in the forward, where it reads a tensor on another device, or on the host, or
+            resizes one of `known`.
     """
 
     def __init__(
         self, device: torch.device, known: List[torch.Tensor], own: Iterable[torch.Tensor] = ()
     ) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._known = device, known
         self._made: Set[int] = {memory_of(tensor) for tensor in known}
         self._own = {memory_of(tensor) for tensor in own}
         self._held: Dict[int, torch.Tensor] = {}
@@ -48,6 +49,8 @@ class Reads(TorchDispatchMode):
                 self._note(tensor, function)
             elif fresh:
                 self._made.add(memory_of(tensor))
+        if function is torch.ops.aten.resize_.default:
+            self._check_size(args[0], tuple(args[1]))
         for tensor in _written(function, args, kwargs):
             if memory_of(tensor) in self._held or memory_of(tensor) in self._own:
                 self.kept.append((tensor, tensor.detach().clone()))
@@ -56,6 +59,13 @@ class Reads(TorchDispatchMode):
             if tensor.layout == torch.strided and memory_of(tensor) not in self._held:
                 self._made.add(memory_of(tensor))
         return result
+
+    def _check_size(self, tensor: torch.Tensor, shape: Tuple[int, ...]) -> None:
+        given = any(tensor is known for known in self._known)
+        if given and tuple(tensor.shape) != shape:
+            raise NotRecordable(
+                f"it resizes a tensor of shape {tuple(tensor.shape)} that it was given to {shape}"
+            )
 
     def _note(self, tensor: torch.Tensor, function: Any) -> None:
         if tensor.device != self._device:

@@ -27,7 +27,7 @@ from .environment import DEFAULT_BUCKET_BYTES, bucket_bytes
 from .flat_weights import RnnWeights
 from .fresh_replicas import WalkedTree, check_scripted, fresh_replicas
 from .overlap import is_worth_hiding
-from .plans import Plan, Source, Tensors, check_home, check_tensors, described
+from .plans import Plan, Source, Tensors, alone_in_plan, check_home, check_tensors, described
 from .replica_sets import ReplicaSet
 from .signatures import NotRecordable
 from .streams import Communication
@@ -125,7 +125,7 @@ class Replicator:
             tensors = parameters + buffers
             plan = self._plan(root, tensors, pattern, len(parameters), ranks, grad)
             if plan.alone:
-                raise NotRecordable("it has sparse tensors, or buffers that may be resized")
+                plan = self._plan_of_recording(plan, tensors)
             devices, held = self.devices[:ranks], self._while_same(self._tree)
             gathered = len(self.devices) > 1
             return Source(
@@ -277,7 +277,7 @@ class Replicator:
         root: nn.Module,
         tensors: Tensors,
         pattern: bytes,
-        parameter_count: int,
+        cut: int,
         ranks: int,
         differentiable: bool,
     ) -> Plan:
@@ -288,28 +288,36 @@ class Replicator:
         if plan is None or plan.description != description:
             check_tensors(root)
             check_home(tensors, self.devices[0])
-            devices = self.devices[:ranks]
-            alone = [
-                place
-                for place, tensor in enumerate(tensors)
-                if is_sparse(tensor) or place >= parameter_count and _may_grow(tensor)
-            ]
-            communication, first_bytes, limit_bytes = self._way(tensors, devices)
-            buckets = make_buckets(
-                tensors,
-                set(alone),
-                parameter_count,
-                devices,
-                communication,
-                limit_bytes,
-                self._unused_grad,
-                self._rnn_weights.find(tensors),
-                self._transport,
-                first_bytes,
-            )
-            plan = Plan(description, buckets, alone, parameter_count, devices, communication)
-            self._plans[key] = plan
+            alone = alone_in_plan(tensors, cut)
+            plan = self._plans[key] = self._new_plan(description, tensors, alone, cut, ranks)
         return plan
+
+    def _plan_of_recording(self, plan: Plan, tensors: Tensors) -> Plan:
+        if any(is_sparse(tensors[place]) for place in plan.alone):
+            raise NotRecordable("it has sparse tensors")
+        if plan.recorded is None:
+            cut, ranks = plan.parameter_count, len(plan.devices)
+            plan.recorded = self._new_plan(plan.description, tensors, [], cut, ranks)
+        return plan.recorded
+
+    def _new_plan(
+        self, description: bytes, tensors: Tensors, alone: List[int], cut: int, ranks: int
+    ) -> Plan:
+        devices = self.devices[:ranks]
+        communication, first_bytes, limit_bytes = self._way(tensors, devices)
+        buckets = make_buckets(
+            tensors,
+            set(alone),
+            cut,
+            devices,
+            communication,
+            limit_bytes,
+            self._unused_grad,
+            self._rnn_weights.find(tensors),
+            self._transport,
+            first_bytes,
+        )
+        return Plan(description, buckets, alone, cut, devices, communication)
 
     def _way(
         self, tensors: Tensors, devices: Sequence[torch.device]
@@ -355,12 +363,6 @@ class Replicator:
 
 
 _left_by_parent: List[Any] = []
-
-
-def _may_grow(buffer: torch.Tensor) -> bool:
-    """Buffers that a forward resizes when it knows how many channels there are, as observers of
-    quantization do: a slot between others has no room for it."""
-    return buffer.dim() == 1 and buffer.numel() <= 1
 
 
 _all_replicators: "weakref.WeakSet[Replicator]" = weakref.WeakSet()

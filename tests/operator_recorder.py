@@ -68,9 +68,8 @@ class _Noting(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape):
-            if tag in function.tags:
-                raise RuntimeError(f"{function}: not permitted while a stream is capturing")
+        if _waits(function, args):
+            raise RuntimeError(f"{function}: not permitted while a stream is capturing")
         if function is torch.ops.aten.lift_fresh.default:
             self.pool.take(args[0])  # torch.tensor(...), just now
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -110,6 +109,14 @@ class _Operators:
                 again = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
                 for static, value in zip(made, again):
                     _write(static, value)
+
+
+def _waits(function: Any, args: Any) -> bool:
+    """Whether the host would wait for the device. Of indices only masks make it."""
+    if function is torch.ops.aten.index.Tensor:
+        return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return any(tag in function.tags for tag in tags)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -3,6 +3,7 @@ not recorded. What cannot be seen is shown too, as docs/engines.md tells it."""
 
 import gc
 
+import fastdp
 import pytest
 import torch
 from engine_cases import ON_GPUS, SETTLED, WATCHED, Twins, identical, noise, reasons, squares, steps
@@ -213,3 +214,45 @@ def test_a_plain_attribute_that_a_forward_writes(means):
     train(twins, means, AHEAD + 3)
     identical(*[dp.module.table for dp in twins.both])
     twins.ran(eager=AHEAD, graph=3)
+
+
+# Buffers that a forward might resize, as those of quantization's observers are.
+
+
+@pytest.mark.parametrize("shape", [(1,), (0,)], ids=["one", "none"])
+def test_buffers_of_one_element(means, shape):
+    """In an eager step they are in no bucket; in a recorded one nothing grows."""
+
+    def forward(module, x):
+        module.scale.mul_(0.5)
+        return module.lin(x) * (module.scale.clone() if shape == (1,) else module.shift)
+
+    module = Apply(forward)
+    for name in ("scale", "shift"):
+        module.register_buffer(name, noise(means, *(shape if name == "scale" else (2,)), seed=41))
+    twins = Twins(means, module, lr=1e-3)
+    train(twins, means, AHEAD + 3)
+    twins.ran(eager=AHEAD, graph=3)
+    twins.each(lambda module: module.scale.fill_(3.0))
+    train(twins, means, 1)
+
+
+def grows(module, x):
+    module.scale.resize_(2).fill_(3.0)
+    output = module.lin(x) * module.scale.clone()
+    module.scale.resize_(1).fill_(1.0)
+    return output
+
+
+def test_a_forward_that_resizes_a_buffer(means):
+    module = Apply(grows)
+    module.register_buffer("scale", torch.ones(1, dtype=torch.float64))
+    twins = Twins(means, module, "auto", lr=1e-3)
+    train(twins, means, AHEAD + 3)
+    assert steps(twins.recorded)["graph"] == 0
+    assert "it resizes a tensor of shape (1,) that it was given to (2,)" in reasons(twins.recorded)
+    strict = means.wrap(Apply(grows), "graph")
+    strict.module.register_buffer("scale", torch.ones(1, dtype=torch.float64, device=means.home))
+    with pytest.raises(fastdp.EngineError, match="it resizes a tensor"):
+        for _ in range(AHEAD + 2):  # the first step gives the buffer more memory
+            squares(strict(rows(means))).backward()
