@@ -53,8 +53,9 @@ class Option:
         self._standard = standard
 
     def __get__(self, wrapper: Any, owner: Any = None) -> Any:
-        if wrapper is None:
-            raise AttributeError(f"{owner.__name__} has no attribute {self._name!r}")
+        if wrapper is None or _is_registered(wrapper, self._name):
+            kind = type(wrapper) if owner is None else owner
+            raise AttributeError(f"{kind.__name__} has no attribute {self._name!r}")
         value = wrapper.__dict__.get(self._name, _ABSENT)
         if value is not _ABSENT:
             return value
@@ -97,8 +98,11 @@ class Method:
     def __get__(self, wrapper: Any, owner: Any = None) -> Any:
         if wrapper is None:
             return self._function
+        name = self._function.__name__
+        if _is_registered(wrapper, name):
+            raise AttributeError(f"{type(wrapper).__name__} has no attribute {name!r}")
         reads = type(wrapper).__getattr__ is not self._getattr
-        value = _found_elsewhere(wrapper, self._function.__name__, reads)
+        value = _found_elsewhere(wrapper, name, reads)
         return types.MethodType(self._function, wrapper) if value is _ABSENT else value
 
 
@@ -115,6 +119,26 @@ class Standard:
         if wrapper is None:
             raise AttributeError(f"{owner.__name__} has no attribute {self._place!r}")
         return wrapper.__dict__.setdefault(self._place, self._option.standard(wrapper))
+
+
+def _is_registered(wrapper: Any, name: str) -> bool:
+    """Whether a part of this name is just being registered."""
+    return bool(wrapper.__dict__.get("_fastdp_registered") == name)
+
+
+def _registers(function: str) -> Callable[..., Any]:
+    """nn.Module's function of that name, which refuses what an object has already. What only
+    fastdp's class has is there to be taken."""
+
+    @functools.wraps(getattr(nn.Module, function))
+    def register(wrapper: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        wrapper.__dict__["_fastdp_registered"] = name
+        try:
+            return getattr(nn.Module, function)(wrapper, name, *args, **kwargs)
+        finally:
+            wrapper.__dict__.pop("_fastdp_registered", None)
+
+    return register
 
 
 def _flag(name: str, standard: bool = False) -> Option:
@@ -149,6 +173,8 @@ def add_attributes(cls: Any) -> None:
             is_public = isinstance(value, types.FunctionType) and not name.startswith("_")
             if is_public and not hasattr(TORCH_CLASS, name):
                 setattr(cls, name, Method(value, cls))
+    for name in ("register_buffer", "register_parameter", "add_module"):
+        setattr(cls, name, _registers(name))
 
 
 def is_wrapper(thing: Any) -> bool:

@@ -1,5 +1,6 @@
 """The options `forward_attributes` and `transport`."""
 
+import contextlib
 import copy
 import io
 import os
@@ -125,6 +126,31 @@ def test_a_subclass_may_look_up_attributes_itself(fast):
     dp = fast.wrap_as(Recipe, Model(), 2)
     assert dp.config == {"hidden": 2}
     same(dp(ints(4, 3)), linear()(ints(4, 3)))
+
+
+@row("F2", "F5")
+@pytest.mark.parametrize("name", ["memory", "engine", "call", "sequential"])
+@pytest.mark.parametrize("patched", [False, True], ids=["", "patched"])
+def test_what_is_registered_may_have_the_name_of_an_option_or_method(name, patched):
+    with fastdp.patch() if patched else contextlib.nullcontext():
+        cls = nn.DataParallel if patched else fastdp.DataParallel
+        made = [cls(linear(), ["cpu"] * 2) for _ in range(4)]
+        made[0].register_buffer(name, ints(2))
+        made[1].register_parameter(name, nn.Parameter(ints(2)))
+        setattr(made[2], name, nn.Parameter(ints(2)))
+        made[3].register_module(name, linear())
+        for dp in made:
+            assert any(key.startswith(name) for key in dp.state_dict())
+            part = getattr(dp, name)
+            assert isinstance(part, (torch.Tensor, nn.Linear))
+            with pytest.raises(KeyError, match="already exists"):
+                dp.register_buffer("dim", ints(2))
+            same(dp(ints(4, 3)), linear()(ints(4, 3)))
+            assert hasattr(cls(linear(), ["cpu"] * 2), name)
+        setattr(made[0], name, ints(3))
+        same(dict(made[0].named_buffers())[name], ints(3))
+        delattr(made[0], name)
+        assert not isinstance(getattr(made[0], name), torch.Tensor)
 
 
 @row("F4")

@@ -184,6 +184,7 @@ def own_names():
 NOT_TORCH = {"_make", "_fields", "_asdict", "_getframe", "_py_warnings", "_cudnn_rnn"}
 NOT_TORCH |= {"_fastdp_runtime", "_fastdp_surprises", "_fastdp_witness", "_fastdp_compiled"}
 NOT_TORCH |= {"_fastdp_compiled_for", "_fastdp_seen_call", "_fastdp_said_parts"}
+NOT_TORCH |= {"_fastdp_registered"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
