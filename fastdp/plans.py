@@ -21,8 +21,8 @@ Tensors = Tuple[torch.Tensor, ...]
 
 
 class Plan:
-    """How the tensors of a module travel: buckets, what is in none (sparse tensors, and buffers that
-    may grow: torch copies them), and the order to put their copies back in."""
+    """How the tensors of a module travel: buckets, what is in none (sparse tensors, and buffers
+    that may grow: torch copies them), and the order to put their copies back in."""
 
     def __init__(
         self,

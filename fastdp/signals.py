@@ -1,5 +1,5 @@
-"""Exceptions of signal handlers, such as a timeout's (signal.alarm): they are the caller's, wherever
-they strike, and no failure of what they strike in."""
+"""Exceptions of signal handlers, such as a timeout's (signal.alarm): they are the caller's,
+wherever they strike, and no failure of what they strike in."""
 
 from __future__ import annotations
 
