@@ -283,7 +283,9 @@ class Program:
         ]
         self.forms = [self._form(True), self._form(False), self._form(False)]
         # What only some outputs use has zeros in place of None, if the others get gradients later.
+        # On GPUs such zeros, added to a gradient, make another kernel sum up what follows.
         self.fixed_loss = self.replicas == 1 or options.get("unused_grad") == "none"
+        self.fixed_loss = self.fixed_loss or devices[0] != "cpu"
         for twin in self.twins:
             twin.program = self
         self.refused = 0
