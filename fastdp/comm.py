@@ -175,7 +175,7 @@ def broadcast_coalesced(
     >>> broadcast_coalesced([torch.tensor([1]), torch.tensor(True)], ["cpu", "cpu"])
     ((tensor([1]), tensor(True)), (tensor([1]), tensor(True)))
     """
-    tensors = tuple(tensors)
+    tensors = comm_checks.listed(tensors, "tensors", "arrays")
     family, tensors = family_of_all(tensors, "tensors") if tensors else (TORCH, tensors)
     places = comm_checks.devices_for(family, devices)
     limit_bytes = comm_checks.count(buffer_size, "buffer_size")
@@ -230,7 +230,10 @@ def reduce_add_coalesced(
     >>> reduce_add_coalesced(ranks)
     (tensor([3]), tensor(1.5000))
     """
-    ranks = tuple(tuple(rank) for rank in inputs)
+    ranks = tuple(
+        comm_checks.listed(rank, f"inputs[{r}]", "arrays")
+        for r, rank in enumerate(comm_checks.listed(inputs, "inputs", "lists of arrays"))
+    )
     if not ranks:
         raise ValueError("inputs is empty: at least one rank is needed")
     for r, rank in enumerate(ranks):

@@ -47,11 +47,22 @@ def devices_for(family: Any, devices: Any) -> Tuple[torch.device, ...]:
     return parsed
 
 
+def listed(value: Any, name: str, what: str) -> Tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a list of {what}, not {type(value).__name__}") from None
+
+
 def destination_for(family: Any, destination: Any, sources: Sequence[Any]) -> torch.device:
     """None is where host arrays already are, else the current CUDA device."""
     if destination is None:
-        if all(family.device(source) == HOST for source in sources):
+        places = [family.device(source) for source in sources]
+        if all(place == HOST for place in places):
             return HOST
+        for place in places:
+            if place.type not in ("cpu", "cuda"):
+                raise ValueError(f"an array lies on {place}: fastdp takes CUDA devices and 'cpu'")
         return torch.device("cuda", torch.cuda.current_device())
     device = parse_device(destination, "destination")
     family.check_device(device, "destination")
@@ -95,7 +106,7 @@ def streams_for(
     family: Any, streams: Any, places: Sequence[torch.device], name: str
 ) -> List[Optional[torch.cuda.Stream]]:
     """One entry for each place; a list that is too short means None for the rest, as in torch."""
-    given = [] if streams is None else list(streams)
+    given = [] if streams is None else list(listed(streams, "streams", "streams"))
     result = (given + [None] * len(places))[: len(places)]
     for i, (stream, place) in enumerate(zip(result, places)):
         if stream is None:

@@ -184,6 +184,12 @@ class Cut(_Deal):
 
     def placed(self, scattered: Scattered, path: Any) -> Sequence[torch.Tensor]:
         scattered.check(self.devices, self._dim, path)
+        if scattered.size(self._dim) == self._batch and list(scattered.sizes) != self._sizes:
+            raise ValueError(
+                f"{place(path)} is a fastdp.Scattered in pieces of {list(scattered.sizes)}, but "
+                f"another one beside it is in pieces of {self._sizes}: prefetch both for the "
+                "wrapper that is to take them"
+            )
         return scattered.slices
 
     def packed(self, packed: PackedSequence, path: Any) -> Sequence[Any]:

@@ -59,6 +59,8 @@ def bucket_bytes(option: Optional[int]) -> int:
             return DEFAULT_BUCKET_BYTES
     try:
         size = int(value)
+        if isinstance(value, bool) or (isinstance(value, float) and size != value):
+            raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} is {value!r}: it must be a whole number of bytes") from None
     if size < 1:

@@ -66,7 +66,7 @@ class Stager:
     ) -> None:
         self._devices = devices
         self._names = names
-        self._dim: int = dp.dim
+        self._dim: int = dp.dim if devices else 0  # torch's own, without GPUs, has none
         self._chunk_sizes = dp._fastdp_chunk_sizes
         self._split_lists: bool = dp._fastdp_split_lists
         self._output: Optional[torch.device] = None

@@ -1,5 +1,6 @@
 """Which tensors share a bucket."""
 
+import fastdp
 import pytest
 import torch
 from fastdp.buckets import make_buckets
@@ -45,3 +46,9 @@ def test_buffers_come_first_and_parameters_have_the_small_bucket():
         [0, 1],
         [2, 3],
     ]
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "many", float("inf"), float("nan")])
+def test_what_is_no_whole_number_of_bytes(value):
+    with pytest.raises(ValueError, match=f"bucket_bytes is {value!r}: it must be a whole number"):
+        fastdp.DataParallel(torch.nn.Linear(1, 1), ["cpu"] * 2, bucket_bytes=value)

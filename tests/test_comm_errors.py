@@ -122,6 +122,31 @@ CASES = {
     "out overlaps itself": (lambda: comm.scatter(X, out=[ROWS[0]] * 2), ValueError, "overlap"),
     # gather
     "gather nothing": (lambda: comm.gather([]), ValueError, "tensors is empty"),
+    "streams no list": (
+        lambda: comm.scatter(X, CPU2, streams=3),
+        TypeError,
+        "streams must be a list of streams, not int",
+    ),
+    "tensors no list": (
+        lambda: comm.broadcast_coalesced(3, CPU2),
+        TypeError,
+        "tensors must be a list of arrays, not int",
+    ),
+    "inputs no list": (
+        lambda: comm.reduce_add_coalesced(3),
+        TypeError,
+        "inputs must be a list of lists of arrays, not int",
+    ),
+    "a rank no list": (
+        lambda: comm.reduce_add_coalesced([[X], 3]),
+        TypeError,
+        r"inputs\[1\] must be a list of arrays, not int",
+    ),
+    "elsewhere": (
+        lambda: comm.gather([X, X.to("meta")]),
+        ValueError,
+        "an array lies on meta: fastdp takes CUDA devices and 'cpu'",
+    ),
     "gather no list": (lambda: comm.gather(3), TypeError, "tensors must be a list of .*, not int"),
     "gather no arrays": (lambda: comm.gather([X, 3]), TypeError, r"tensors\[1\] must be a torch"),
     "gather 0-dim": (

@@ -279,6 +279,14 @@ def test_a_wrapper_without_replicas_gets_the_batch_in_one_slice():
     same(dp(fed), linear()(x))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch's wrapper has devices then")
+def test_a_wrapper_of_torchs_own_that_is_older_than_the_patch():
+    made = nn.DataParallel(linear())
+    with fastdp.patch():
+        (fed,) = fetch([ints(4, 3)], made)
+        same(made(fed), linear()(ints(4, 3)))
+
+
 @pytest.mark.parametrize("scatter", [None, ["x"], ["y"]])
 @pytest.mark.parametrize("ids", [None, ["cpu"], ["cpu"] * 2], ids=str)
 def test_a_loader_that_writes_all_its_batches_into_the_same_tensors(ids, scatter):

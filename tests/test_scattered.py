@@ -140,6 +140,8 @@ def test_mistakes_are_told_by_place():
         ValueError, match="has size 3 along dimension 0, but a fastdp.Scattered beside it cut a "
     ):
         dp({"a": scattered(ints(4, 3), [2, 2]), "b": ints(3, 3)})
+    with pytest.raises(ValueError, match=r"\['b'\] .* in pieces of \[2, 2\], but .* of \[1, 3\]"):
+        dp({"a": scattered(ints(4, 3), [1, 3]), "b": scattered(ints(4, 3), [2, 2])})
 
 
 def test_scatter_by_hand():
