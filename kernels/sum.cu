@@ -362,11 +362,12 @@ extern "C" int fdp_cuda_sum(const fdp_sum *sums, int32_t sum_count, void *stream
     int64_t size_bytes = sum->count_elems * (sum->dtype.bits / 8);
     if (size_bytes == 0) continue;
     if (live_source_count(sum) == 0) {
-      cudaError_t error = cudaMemsetAsync(sum->target, 0, (size_t)size_bytes,
-                                          static_cast<cudaStream_t>(stream));
-      if (error == cudaSuccess) continue;
-      (void)cudaGetLastError();
-      return static_cast<int>(error);
+      /* By a kernel: the target may be another GPU's memory, and kernels are what peers are checked
+       * for (csrc/peer_check.h). */
+      const fdp_segment zeros = {nullptr, 0, size_bytes};
+      int error = fdp_cuda_pack(sum->target, &zeros, 1, stream);
+      if (error != 0) return error;
+      continue;
     }
     /* Another kernel or a full table: what is there goes first. An empty table takes any sum. */
     if (next != kernel || !plan_entry(&table, sum, size_bytes, small_bytes)) {

@@ -239,7 +239,8 @@ static fdp_status call(fdp_context *by, setting *made, bool on_host) {
     firsts[r] = on_host ? parts[0].host : parts[0].view;
     for (int32_t k = 0; k < made->part_count; ++k) {
       gradients[r * SLOTS + k] = on_host ? &parts[k].host : &parts[k].view;
-      if ((r + k) % 4 == 3) gradients[r * SLOTS + k] = NULL;
+      bool is_unused = made->has_gaps && k == 0; /* on all ranks: its sum is zeros */
+      if (is_unused || (r + k) % 4 == 3) gradients[r * SLOTS + k] = NULL;
     }
   }
   switch (made->which) {
