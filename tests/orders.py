@@ -70,9 +70,7 @@ class Orders:
         self.freed = {}  # of each pool, the accesses to what was freed
         self._defaults = {device: Stream(f"n{device.index}", device) for device in self.devices}
         for node in NODES:
-            for side in ("forward", "backward"):
-                wrapped = getattr(self, f"_{side}")(getattr(node, side))
-                monkeypatch.setattr(node, side, staticmethod(wrapped))
+            self.wrap(node, monkeypatch)
         monkeypatch.setattr(Bucket, "_move", self._bucket_move(Bucket._move))
         monkeypatch.setattr(moves, "scatter", self._scatter(moves.scatter))
         monkeypatch.setattr(moves, "gather", self._gather(moves.gather))
@@ -102,9 +100,21 @@ class Orders:
 
     def is_made(self, gradient):
         """A gradient that user code made, on the current stream of the output's device."""
+        self.is_ready(gradient, self.output)
+
+    def is_ready(self, gradient, place):
+        """A gradient, for a backward, on the stream that is current there now."""
         block = self._block(gradient, None)
-        block.place = self.output
-        block.ready = self.output, dict(self.current(self.output).clock)
+        block.place = place
+        block.ready = place, dict(self.current(place).clock)
+
+    def synchronize(self):
+        """The host waits for all that was enqueued."""
+        for stream in self.gpus.streams:
+            stream.step()
+        for stream in self.gpus.streams:
+            for other in self.gpus.streams:
+                stream.merge(other.clock)
 
     def _sweep(self):
         for pointer, block in list(self.blocks.items()):
@@ -151,16 +161,21 @@ class Orders:
             self.reports.append(f"{what} on {stream.name}, which is no stream of the forward's")
         return stream
 
-    def _spread(self, source, parts, what):
-        home = self._mover(self.place_of(source[0]), what)
-        for rank, part in parts:
-            stream = self._mover(self.places[rank], what)
+    def _spread(self, source, parts, what, ready=None):
+        """`ready`: the stream that the source is ready on, if it is not the current one."""
+        home = ready or self._mover(self.place_of(source[0]), what)
+        streams = [self._mover(self.places[rank], what) for rank, _ in parts]
+        for stream in streams:  # all before any work: none waits for another
             stream.merge(home.clock)
+        for stream in streams:
             for tensor in source:
                 self.read(stream, tensor, what)
-            home.merge(stream.clock)
+        read = [dict(stream.clock) for stream in streams]
+        for stream, (rank, part) in zip(streams, parts):
             self.write(stream, part, what)
             self.put(part, self.places[rank])
+        for clock in read:
+            home.merge(clock)
 
     def _collect(self, parts, target, what, place=None):
         place = self.home if place is None else place
@@ -172,10 +187,11 @@ class Orders:
             home.merge(stream.clock)
         for _, part in parts:
             self.read(home, part, what)
+        read = dict(home.clock)
         self.write(home, target, what)
         self.put(target, place)
         for stream in streams.values():
-            stream.merge(home.clock)
+            stream.merge(read)
 
     def _bucket_move(self, plain):
         @functools.wraps(plain)
@@ -227,7 +243,11 @@ class Orders:
 
     # --- nodes of autograd ---
 
-    def _forward(self, plain):
+    def wrap(self, node, monkeypatch):
+        monkeypatch.setattr(node, "forward", staticmethod(self.in_forward(node.forward)))
+        monkeypatch.setattr(node, "backward", staticmethod(self.in_backward(node.backward)))
+
+    def in_forward(self, plain):
         @functools.wraps(plain)
         def forward(ctx, *arguments):
             outputs = plain(ctx, *arguments)
@@ -271,7 +291,7 @@ class Orders:
             default.merge(ready[1])
             block.recorded.append(default)
 
-    def _backward(self, plain):
+    def in_backward(self, plain):
         kind = plain.__qualname__.partition(".")[0]
 
         def place_of(ctx, index, own):
@@ -310,61 +330,6 @@ class Orders:
             return outputs
 
         return backward
-
-    def layer(self):
-        """A node of user code: layer(x, weight) = x * weight, on the stream of x's replica; twice
-        differentiable."""
-        orders = self
-
-        def told(ctx, place, what, reads, writes):
-            stream = orders.current(place)
-            for tensor in reads:
-                orders.read(stream, tensor.detach(), what)
-            for tensor in writes:
-                orders.write(stream, tensor.detach(), what)
-                orders.put(tensor, place)
-
-        class Layer(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, weight):
-                ctx.save_for_backward(x, weight)
-                ctx.place = orders.place_of(x)
-                y = x * weight
-                told(ctx, ctx.place, "a forward", (x, weight), (y,))
-                return y
-
-            @staticmethod
-            def backward(ctx, gradient):
-                return Back.apply(ctx.place, gradient, *ctx.saved_tensors)
-
-        class Back(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, place, gradient, x, weight):
-                ctx.save_for_backward(gradient, x, weight)
-                ctx.set_materialize_grads(False)  # zeros are nobody's
-                ctx.place = place
-                found = gradient * weight, (gradient * x).sum(0)
-                told(ctx, place, "a backward", (gradient, x, weight), found)
-                return found
-
-            @staticmethod
-            def backward(ctx, for_x, for_weight):
-                gradient, x, weight = ctx.saved_tensors
-                found, reads = [None, None, torch.zeros_like(weight)], [gradient, x, weight]
-                if for_weight is not None:
-                    found[:2] = x * for_weight, gradient * for_weight
-                    reads.append(for_weight)
-                if for_x is not None:
-                    found[0] = for_x * weight if found[0] is None else for_x * weight + found[0]
-                    found[2] = (for_x * gradient).sum(0)
-                    reads.append(for_x)
-                told(ctx, ctx.place, "a second backward", reads, filter(torch.is_tensor, found))
-                return (None, *found)
-
-        for node in (Layer, Back):
-            node.forward = staticmethod(self._forward(node.forward))
-            node.backward = staticmethod(self._backward(node.backward))
-        return Layer.apply
 
     def aside(self, place, act):
         """act() on a side stream of the replica's device, before and after which it is waited for,

@@ -29,6 +29,7 @@ class Stream:
         self.stuck = set()  # the stalls that it comes after
 
     def wait_event(self, event):
+        event = getattr(event, "of", lambda device: event)(self.device)  # one of several GPUs
         self.log.append(event.seen)
         self.merge(event.clock)
         self.stuck |= event.stuck
@@ -156,7 +157,7 @@ class Gpus:
         def placed_plan(plan, description, buckets, alone, count, devices, communication):
             # Which ranks land is told by GPUs, what is copied by the host's devices.
             make_plan(plan, description, buckets, alone, count, gpus, communication)
-            plan._devices = devices
+            plan.devices = devices
 
         in_backward = streams.Snapshot.in_backward
         monkeypatch.setattr(streams.Snapshot, "__init__", looking)

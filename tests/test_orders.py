@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from ordered_layer import layer_of
 from orders import Orders
 from pretended_gpus import GPUS, can_pretend
 from torch import nn
@@ -63,7 +64,7 @@ class Training:
 
     def __init__(self, orders, net=Net, batch_grad=False, **options):
         self.orders = orders
-        self.module = net(orders.layer())
+        self.module = net(layer_of(orders))
         self.module.orders = [orders]
         options = {"bucket_bytes": 1, "sequential": True, **options}
         self.ranks = len(orders.places)

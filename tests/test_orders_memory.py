@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from ordered_layer import layer_of
 from orders import Orders
 from pretended_gpus import Stream, can_pretend
 from test_orders import WIDTH, Training
@@ -47,7 +48,7 @@ def test_a_penalty_on_some_gradients_of_a_bucket(orders, each):
     """The others' are zeros, written into memory that another bucket's may have just left."""
     training = Training(orders, bucket_bytes=each * WIDTH * 8)
     weights = list(training.module.weights)
-    layer, factor = orders.layer(), torch.ones(WIDTH).double()
+    layer, factor = layer_of(orders), torch.ones(WIDTH).double()
     for _ in range(3):
         found = gradients(training, training.forward(), weights)
         squares = [layer(gradient, factor) for gradient in found[::-2]]
