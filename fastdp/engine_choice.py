@@ -59,6 +59,9 @@ def cuts_alike(wrapper: Any) -> bool:
 def warm_up(wrapper: Any, inputs: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
     buffers = list(wrapper.module.buffers())
     kept = [buffer.detach().clone() for buffer in buffers]
+    # A forward of a module that is called directly may bind them anew.
+    tables = [module.__dict__.get("_buffers") for module in wrapper.module.modules()]
+    bound = [(table, dict(table)) for table in tables if isinstance(table, dict)]
     devices = [buffer.device for buffer in buffers]
     if wrapper.device_ids:
         devices = [parse_device(device, "device_ids") for device in wrapper.device_ids]
@@ -67,6 +70,8 @@ def warm_up(wrapper: Any, inputs: Tuple[Any, ...], kwargs: Dict[str, Any]) -> No
             for _ in range(_WARM_UPS):
                 wrapper(*inputs, **kwargs)
         finally:
+            for table, names in bound:
+                table.update(names)
             for buffer, value in zip(buffers, kept):
                 # Not as a write that counts: a backward may be still to come.
                 buffer.data.copy_(value)

@@ -153,7 +153,9 @@ class NonFinite:
         return sum(self.parameters.values())
 
     def _counted(self) -> Dict[str, int]:
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        # Not the module's own: one that hides some would leave them without a name.
+        named = torch.nn.Module.named_parameters(self._module)
+        names = {id(parameter): name for name, parameter in named}
         values = [_values(gradient) for gradient in self._gradients.all]
         sums = [torch.isfinite(value).logical_not_().sum() for value in values]
         counts = zip(self._gradients.parameters, torch.stack(sums).tolist())

@@ -2,6 +2,7 @@
 follow torch.manual_seed, and are those that eager steps would have drawn; an eager step after them
 goes on where they ended. And what a warm-up leaves as it was."""
 
+import contextlib
 import random
 
 import numpy
@@ -211,6 +212,28 @@ def test_a_warm_up_leaves_all_as_it_was(means, engine):
         torch.manual_seed(82)
         found.append(trained(means, dp, SETTLED + 1))
     identical(*found)
+
+
+@pytest.mark.parametrize("engine", ["eager", "auto", "graph"])
+def test_a_warm_up_leaves_buffers_that_a_forward_binds_anew(means, engine):
+    """Where there is one replica it is the module itself."""
+
+    def averages(module, x):
+        module.mean = 0.9 * module.mean + 0.1 * x.detach().mean(0)
+        module.count += 1
+        module.last = x.detach()
+        return module.lin(x - module.mean)
+
+    module = Apply(averages)
+    module.register_buffer("mean", torch.zeros(3).double())
+    module.register_buffer("count", torch.zeros(()), persistent=False)
+    module.register_buffer("last", None)
+    dp = means.wrap(module, engine)
+    held = dict(module._buffers)
+    with contextlib.suppress(fastdp.EngineError):
+        dp.warmup(noise(means, 6, 3))
+    assert all(module._buffers[name] is held[name] for name in held)
+    assert not module.mean.any() and module.count == 0
 
 
 def test_a_warm_up_of_a_forward_that_draws_on_the_host(means):

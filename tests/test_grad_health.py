@@ -309,6 +309,17 @@ def test_parameters_without_gradients_take_no_others_name():
     assert dp.nonfinite().parameters == {"3.weight": 1, "5.bias": 1}
 
 
+def test_parameters_that_the_module_does_not_name_have_names():
+    class Hiding(nn.Linear):
+        def named_parameters(self, *args, **kwargs):
+            named = super().named_parameters(*args, **kwargs)
+            return ((name, parameter) for name, parameter in named if name != "bias")
+
+    dp = fastdp.DataParallel(Hiding(3, 2), ["cpu"] * 2)
+    (dp(torch.ones(4, 3)) * math.inf).sum().backward()
+    assert dp.nonfinite().parameters == {"weight": 6, "bias": 2}
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_unless_asked_what_is_not_finite_is_clipped_as_torchs(value):
     dp = trained(mixed())
