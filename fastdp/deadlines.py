@@ -57,6 +57,13 @@ def own_deadline() -> Optional[Deadline]:
     return getattr(_own, "deadline", None)
 
 
+def _own_ms() -> int:
+    """What the core has of it. Not asked of the core, which tells as it is set anew: an interrupt
+    could strike in between, and nobody would know what to set again."""
+    deadline = own_deadline()
+    return 0 if deadline is None else deadline.timeout_ms()
+
+
 class _Mark:
     """Events behind something that was enqueued."""
 
@@ -91,9 +98,10 @@ class Deadline:
         """A forward: act(). `streams` gives those that come behind all that it enqueued."""
         if streams() and _torch_cuda.is_capturing():  # in a user's graph nothing can be asked
             return act()
-        outer, before = own_deadline(), _C.set_deadline(self.timeout_ms())
+        outer, before_ms = own_deadline(), _own_ms()
         try:
             _own.deadline = self
+            _C.set_deadline(self.timeout_ms())
             self.check(_MAX_AHEAD)
             result = act()
             self.mark("a forward", streams(), True)
@@ -102,7 +110,7 @@ class Deadline:
             raise_told(error, self)
         finally:
             _own.deadline = outer
-            _C.set_deadline(before)
+            _C.set_deadline(before_ms)
 
     def around(
         self, inner: ContextManager[Any], streams: Sequence[Any], what: str
@@ -192,7 +200,7 @@ def raise_told(error: _C.TimeoutError, deadline: Deadline) -> None:
 
 
 class _Around:
-    __slots__ = ("_deadline", "_inner", "_streams", "_what", "_before")
+    __slots__ = ("_deadline", "_inner", "_streams", "_what", "_before_ms")
 
     def __init__(
         self, deadline: Deadline, inner: ContextManager[Any], streams: Sequence[Any], what: str
@@ -204,18 +212,19 @@ class _Around:
 
     def __enter__(self) -> None:
         self._deadline.check()
-        self._before = _C.set_deadline(self._deadline.timeout_ms())
+        self._before_ms = _own_ms()
         try:
+            _C.set_deadline(self._deadline.timeout_ms())
             self._inner.__enter__()
         except BaseException:  # __exit__ will not be called
-            _C.set_deadline(self._before)
+            _C.set_deadline(self._before_ms)
             raise
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             self._inner.__exit__(kind, error, trace)
         finally:
-            _C.set_deadline(self._before)
+            _C.set_deadline(self._before_ms)
         if isinstance(error, _C.TimeoutError):
             raise_told(error, self._deadline)
         if error is None:
@@ -240,10 +249,9 @@ class _Watchdog:
             return
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name="fastdp-watchdog", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._serve, name="fastdp-watchdog", daemon=True)
+                thread.start()
+                self._thread = thread  # last: one that an interrupt kept from starting is none
 
     def stop(self) -> None:
         thread = self._thread

@@ -136,12 +136,13 @@ class _End(NamedTuple):
 class _Feed:
     """The border between the thread that iterates and the one that stages."""
 
+    _work: Optional[_Work] = None  # also of one whose making was interrupted
+
     def __init__(self, gpus: List[torch.device], depth: int) -> None:
         self._gpus = gpus
         self._permits: SimpleQueue[List[torch.cuda.Event]] = SimpleQueue()
         self._ready: SimpleQueue[Any] = SimpleQueue()
         self._next: Optional[Staged] = None
-        self._work: Optional[_Work] = None
         self._thread: Optional[threading.Thread] = None
         self._process = os.getpid()
         for _ in range(depth):
@@ -182,12 +183,10 @@ class _Feed:
 
     def close(self) -> None:
         """Ends the thread. A second end does nothing."""
+        self._dismiss()
         thread, self._thread = self._thread, None
-        work, self._work = self._work, None
-        if thread is None or work is None or not thread.ident or self._process != os.getpid():
-            return  # never started, or of the process that this one was forked from
-        work.stopped = True
-        self._permits.put([])
+        if thread is None or not thread.is_alive() or self._process != os.getpid():
+            return  # not yet started, if ever, or of the process that this one was forked from
         thread.join(_JOIN_S)
         if thread.is_alive():
             _log.warning(
@@ -195,6 +194,16 @@ class _Feed:
                 "does",
                 _JOIN_S,
             )
+
+    def _dismiss(self) -> None:
+        """The thread ends, also one that an interrupt left while it was started."""
+        work = self._work
+        if work is not None and self._process == os.getpid():
+            work.stopped = True
+            self._permits.put([])
+            self._work = None
+
+    __del__ = _dismiss  # where an interrupt forestalled `close`
 
 
 class _Work:
