@@ -239,6 +239,8 @@ def _settings(step: Step, device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.set_grad_enabled(step.train))
         # All in this thread, and so in the order of a device's own.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        if torch.is_anomaly_enabled():  # without its look for NaNs
+            stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
         if on_gpu:
             stack.enter_context(torch.cuda.device(device))
         try:

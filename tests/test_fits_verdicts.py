@@ -71,6 +71,15 @@ def test_tensors_that_are_plain_attributes_stay_as_they_are(ids):
     assert torch.equal(module.drawing.get_state(), state)
 
 
+def test_while_autograd_looks_for_anomalies():
+    dp = fastdp.DataParallel(Apply(lambda self, x: self.lin(x)), ["cpu", "cpu"])
+    fit = dp.fits(torch.ones(4, 3).double())
+    with torch.autograd.set_detect_anomaly(True):
+        again = dp.fits(torch.ones(4, 3).double())
+        assert torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    assert again.devices["cpu"].step_bytes == fit.devices["cpu"].step_bytes
+
+
 def test_errors_of_the_forward_are_its_own():
     def forward(self, x):
         if x.shape[1] != 3:
