@@ -23,7 +23,7 @@ from test_orders import (  # noqa: F401
     test_two_forwards_before_their_backwards,
 )
 
-import fastdp
+from fastdp import replicas
 
 LISTS = [(2, 0, 3), (1, 3), (0, 1, 0), (0, 0, 1, 1), (3, 1, 1, 0, 3, 2)]
 COUNT = 5  # of which the last is in no list
@@ -97,3 +97,25 @@ def test_outputs_of_different_batches_before_their_backwards(orders):
             for parameter in training.backward(out):
                 parameter.grad = None
         del outs, out
+
+
+@pytest.mark.parametrize("when_full", [False, True])
+@pytest.mark.filterwarnings("ignore:.*replicas")
+def test_moves_that_are_hidden_for_some_batches_only(orders, monkeypatch, when_full):
+    """What is worth it is measured for each number of ranks."""
+    n = len(orders.places)
+    plain = replicas.is_worth_hiding
+
+    def is_worth_hiding(tensors, devices, transport):
+        is_full = len(devices) == n
+        return is_full is when_full and plain(tensors, devices, transport)
+
+    monkeypatch.setattr(replicas, "is_worth_hiding", is_worth_hiding)
+    training = Elsewhere(orders, (n, n - 1, 1), orders.home, orders.home)
+    for _ in range(7):
+        training.step()
+        training.evaluate()
+    outs = [training.forward() for _ in range(3)]
+    for out in reversed(outs):
+        for parameter in training.backward(out):
+            parameter.grad = None
