@@ -91,7 +91,7 @@ def test_an_unknown_word_is_refused(rates, monkeypatch):
 
 def test_the_fastest_probe_counts(monkeypatch):
     """The host may be late with any of them."""
-    clock = [0.0]
+    clock, given_back = [0.0], []
     taken_ms = iter([9.0, 3.0, 2.0, 4.0, 5.0, 6.0, 7.0])
 
     class Bucket:
@@ -100,6 +100,7 @@ def test_the_fastest_probe_counts(monkeypatch):
 
         def broadcast(self, sources, flats):
             clock[0] += next(taken_ms)
+            given_back.clear()
 
     class Event:
         def __init__(self, at_ms):
@@ -113,11 +114,13 @@ def test_the_fastest_probe_counts(monkeypatch):
 
     monkeypatch.setattr(overlap, "open_peers", lambda devices: None)
     monkeypatch.setattr(overlap._C, "Bucket", Bucket)
+    monkeypatch.setattr(overlap._C, "scratch", given_back.append)
     monkeypatch.setattr(
         overlap, "_timing_events", lambda devices: [Event(clock[0]) for _ in devices]
     )
     rate = overlap.measured_bytes_per_s((HOST, HOST), None)
     assert rate == pytest.approx(overlap._PROBE_BYTES / 2e-3)
+    assert given_back == [True]  # the core's scratch, behind the last probe
 
 
 def test_the_current_stream_is_looked_up_anew_and_made_once(monkeypatch):
