@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from typing import Any, Callable, Iterable, List, Tuple
 
 import torch
@@ -48,7 +49,7 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
     is no container that gather knows is left alone."""
     if isinstance(tree, torch.Tensor):
         return change(tree)
-    if isinstance(tree, dict):
+    if isinstance(tree, (dict, UserDict)):
         changed = [(key, map_tensors(value, change)) for key, value in tree.items()]
         changed = [(key, value) for key, value in changed if value is not tree[key]]
         if changed:

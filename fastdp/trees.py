@@ -6,6 +6,7 @@ ran there runs here; where torch gives garbage or fails, the better rule is said
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -74,9 +75,9 @@ def gather(outputs: Any, target_device: Any, dim: int = 0) -> Any:
             per replica, with torch's warning.
 
     Returns:
-        A tree of the first replica's structure. Tuples, named tuples, lists, dictionaries,
-        dataclasses and other iterable types keep their type. None stays None. Numbers, bools,
-        strings and bytes become a list with one entry per replica.
+        A tree of the first replica's structure. Tuples, named tuples, lists, dictionaries and other
+        mappings, dataclasses and other iterable types keep their type. None stays None. Numbers,
+        bools, strings and bytes become a list with one entry per replica.
 
     Raises:
         ValueError: dictionaries with different keys, sequences of different lengths, None on some
@@ -117,14 +118,11 @@ def _gather(outputs: Sequence[Any], join: Join, path: str) -> Any:
     if isinstance(first, _LISTED):
         return list(outputs)
     if isinstance(first, dict):
-        _check_keys(outputs, path)
-        return rebuild_dict(
-            type(first),
-            [(k, _gather([out[k] for out in outputs], join, f"{path}[{k!r}]")) for k in first],
-            path,
-        )
+        return _gather_mapping(outputs, join, path)
     if dataclasses.is_dataclass(first):
         return _gather_dataclass(outputs, join, path)
+    if isinstance(first, Mapping):  # a UserDict: as a sequence it would be its keys
+        return _gather_mapping(outputs, join, path)
     try:
         if hasattr(type(first), "__array__"):
             raise TypeError  # a NumPy array: its constructor takes a list for a shape
@@ -149,10 +147,19 @@ def _check_kinds(outputs: Sequence[Any], path: str) -> None:
             continue
         for kind in (torch.Tensor, type(None)):
             if isinstance(out, kind) != isinstance(first, kind):
-                raise ValueError(
-                    f"{path} is a {type(first).__name__} on replica 0 but a "
-                    f"{type(out).__name__} on replica {rank}"
-                )
+                raise ValueError(_unlike(first, out, rank, path))
+
+
+def _unlike(first: Any, out: Any, rank: int, path: str) -> str:
+    kinds = type(first).__name__, type(out).__name__
+    return f"{path} is a {kinds[0]} on replica 0 but a {kinds[1]} on replica {rank}"
+
+
+def _gather_mapping(outputs: Sequence[Any], join: Join, path: str) -> Any:
+    first = outputs[0]
+    _check_keys(outputs, path)
+    pairs = [(k, _gather([out[k] for out in outputs], join, f"{path}[{k!r}]")) for k in first]
+    return rebuild_dict(type(first), pairs, path)
 
 
 def _check_keys(outputs: Sequence[Any], path: str) -> None:
@@ -170,6 +177,9 @@ def _check_keys(outputs: Sequence[Any], path: str) -> None:
 def _gather_dataclass(outputs: Sequence[Any], join: Join, path: str) -> Any:
     """Field by field, past the constructor: it may be frozen, or compute fields of its own."""
     first = outputs[0]
+    for rank, out in enumerate(outputs):
+        if type(out) is not type(first):
+            raise ValueError(_unlike(first, out, rank, path))
     result = object.__new__(type(first))
     for field in dataclasses.fields(first):
         if not hasattr(first, field.name):

@@ -63,6 +63,18 @@ def test_dataclass_fields_outside_init_are_gathered(fast):
 
 
 @row("C6")
+def test_dataclasses_of_different_classes_are_refused(fast):
+    """Also where one has the other's fields: what it has beside would be lost."""
+
+    def first_is_smaller(s, x):
+        y = s.lin(x)
+        return Answer(y) if len(x) == 2 else Derived(y)
+
+    with pytest.raises(ValueError, match="output is a Answer on replica 0 but a Derived on replic"):
+        gathered(fast, first_is_smaller, 2, ints(3, 3))
+
+
+@row("C6")
 def test_model_output(fast):
     x = ints(4, 3)
     dp = fast.wrap(Apply(lambda s, x: Classified(s.lin(x).sum(), logits=x)), 2)

@@ -76,6 +76,28 @@ def test_dicts(impl, kind):
     same(out, kind([("z", x), ("a", None), ("b", [x])]))
 
 
+@row("C4", why="torch refuses it")
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"gather_outputs": False}, {"loss_weighting": "chunk"}])
+def test_mappings_that_are_no_dicts(fast, n, options):
+    """By their keys and values: as a sequence a UserDict is its keys."""
+
+    class Encoding(collections.UserDict):
+        pass
+
+    net = Apply(lambda s, x: Encoding(y=s.lin(x), loss=s.lin(x).mean()))
+    dp, x = fast.wrap(net, n, **options), ints(5, 3)
+    out = dp(x)
+    if options == {"gather_outputs": False}:
+        assert len(out) == n and all(type(each) is Encoding for each in out)
+        out = {"y": torch.cat([each["y"] for each in out])}
+    else:
+        assert type(out) is Encoding and list(out) == ["y", "loss"]
+    same(out["y"], net.lin(x))
+    if options == {"loss_weighting": "chunk"}:
+        torch.testing.assert_close(out["loss"].mean(), net.lin(x).mean())
+
+
 @row("C4")
 def test_dicts_of_unequal_length_are_refused(impl):
     with pytest.raises(ValueError, match="All dicts must have the same number of keys"):
