@@ -169,7 +169,9 @@ class HealthMonitor:
         self._current: Optional[_Reading] = None  # of a step that the optimizer has yet to take
         self._checked = False  # whether `check` was called for that step
         self._steps = 0
-        self._before: List[torch.Tensor] = []  # the weights, while their update is measured
+        # The weights while their update is measured, and what they were before.
+        self._measured: List[torch.Tensor] = []
+        self._before: List[torch.Tensor] = []
         self._in_a_row = 0
         self._warned: Dict[str, int] = {}
         self._hooks: List[Any] = []
@@ -202,7 +204,7 @@ class HealthMonitor:
         """Ends the watch of the optimizer, and waits for what is still to be recorded."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._before = [], []
+        self._hooks, self._before, self._measured = [], [], []
         self._settle(True)
 
     def _norm(self) -> torch.Tensor:
@@ -218,17 +220,19 @@ class HealthMonitor:
             self.check()
         step = self._steps - self._checked
         if self._update_every and step % (self._every * self._update_every) == 0:
-            self._before = [weight.detach().clone() for weight in self._weights()]
+            self._measured = self._weights()
+            self._before = [weight.detach().clone() for weight in self._measured]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._checked:
             self.check()
         self._checked = False
         before, self._before = self._before, []
+        after, self._measured = self._measured, []
         if before and self._current is not None:
             length = _norm_of(before)
             with torch.no_grad():
-                torch._foreach_sub_(before, [weight.detach() for weight in self._weights()])
+                torch._foreach_sub_(before, [weight.detach() for weight in after])
             self._current.add("update_ratio", _norm_of(before) / length)
 
     def _weights(self) -> List[torch.Tensor]:

@@ -185,6 +185,25 @@ def test_update_ratios():
     ]
 
 
+def test_weights_that_are_frozen_or_added_in_a_step():
+    net = nn.Sequential(nn.Linear(3, 2))
+    dp = fastdp.DataParallel(net, ["cpu"] * 2)
+    optimizer = torch.optim.SGD(dp.parameters(), lr=1e-3)
+
+    def change(*step):
+        net[0].bias.requires_grad_(False)
+        net.append(nn.Linear(2, 2))
+
+    optimizer.register_step_post_hook(change)
+    before = torch.cat([p.detach().flatten() for p in net.parameters()])
+    with fastdp.HealthMonitor(dp, optimizer, update_every=1) as monitor:
+        dp(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+    after = torch.cat([p.detach().flatten() for p in net[0].parameters()])
+    ratio = ((after - before).norm() / before.norm()).item()
+    assert monitor.records[0].update_ratio == pytest.approx(ratio, rel=1e-4)
+
+
 def test_the_scale_of_a_fused_step_is_no_part_of_the_norm():
     """A GradScaler leaves it to a fused optimizer to unscale."""
     dp = fastdp.DataParallel(nn.Linear(3, 2), ["cpu"] * 2)
