@@ -66,6 +66,13 @@ FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
     ),
     "awaited.py": (("tests/test_orders.py",), ()),
     "lending.py": (("tests/test_recording_edges.py",), ()),
+    "backwards.py": (("tests/test_orders_recorded.py",), ()),
+    "recordings.py": (
+        ("tests/test_engine_around.py::test_a_step_waits_for_the_one_on_other_streams",
+         "tests/test_recording_edges.py", "tests/test_orders_recorded.py"),
+        (),
+    ),
+    "tapes.py": (("tests/test_orders_recorded.py",), ()),
     "plans.py": (("tests/test_orders.py",), ()),
     "replicas.py": (("tests/test_orders.py", "tests/test_fits_counted.py"), ()),
     "replica_sets.py": (("tests/test_orders.py",), ("close",)),
@@ -89,9 +96,8 @@ FILES: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
 # Calls in these are not reached without a GPU: printed, and not run. What shows them there:
 # tests/test_cuda_order_recorded.py and tests/test_cuda_bitwise.py (recorded steps),
 # tests/test_prefetch_cuda.py (staging, prefetch, scattered).
-GPU_ONLY = ("backwards.py", "captures.py", "doctor.py", "health_monitor.py", "overlap.py",
-            "prefetch.py", "recordings.py", "scattered.py", "staging.py", "tapes.py", "traces.py",
-            "trials.py", "validations.py", "witness.py")
+GPU_ONLY = ("captures.py", "doctor.py", "health_monitor.py", "overlap.py", "prefetch.py",
+            "scattered.py", "staging.py", "traces.py", "trials.py", "validations.py", "witness.py")
 # Calls of such names that order nothing by themselves.
 OTHERS = ("_torch_protocol.py", "cuts.py", "graph_step.py")
 ON_GPUS = ("record", "wait_event", "wait_stream", "wait_for", "begin", "deliver", "synchronize",

@@ -305,4 +305,4 @@ def test_no_file_with_waits_is_unknown_to_the_mutants(monkeypatch):
 
     assert python_mutation.unlisted() == []
     monkeypatch.setattr(python_mutation, "GPU_ONLY", ("captures.py",))
-    assert {"backwards.py", "staging.py"} <= set(python_mutation.unlisted())
+    assert {"scattered.py", "staging.py"} <= set(python_mutation.unlisted())
