@@ -1,5 +1,5 @@
-"""A node of user code under the oracle of orders.py: layer(x, weight) = x * weight, on the stream of
-x's replica; twice differentiable."""
+"""A node of user code under the oracle of orders.py: layer(x, weight) = x * weight, on the stream
+of x's replica; twice differentiable."""
 
 import torch
 

@@ -272,7 +272,8 @@ class Orders:
             if self.engine == "direct":
                 adds = Stream(f"e{len(self.gpus.streams)}", self.devices[place])
             for each in (*self.gpus.streams, self._defaults[self.devices[place]]):
-                if each.device == self.devices[place] and each.name[0] != "s":  # none of user code's
+                is_there = each.device == self.devices[place]
+                if is_there and each.name[0] != "s":  # none of user code's
                     adds.merge(each.clock)
             self.write(adds, gradient, "a sum of the engine's")
             block.recorded.append(adds)
