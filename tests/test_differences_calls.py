@@ -3,6 +3,7 @@ the row's first cell, on torch's own code (oracle.py) and on fastdp. That torch'
 input's own device is a view cannot be shown without a GPU: that row looks at fastdp only.
 """
 
+import collections
 import dataclasses
 
 import fastdp
@@ -119,6 +120,18 @@ def test_dataclass():
     out = call(OURS, forward)
     assert type(out) is Result and out.made == [0, 0]
     same(out.y, linear()(ints(4, 3)))
+
+
+@row("a mapping that is no `dict`, such as a `UserDict`")
+def test_mapping():
+    def forward(self, x):
+        return collections.UserDict(y=self.lin(x))
+
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        call(THEIRS, forward)
+    out = call(OURS, forward)
+    assert type(out) is collections.UserDict
+    same(out["y"], linear()(ints(4, 3)))
 
 
 @row("`None` on some replicas only")
