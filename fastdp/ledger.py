@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from .aside import Stop
 from .cuts import find_tensors
 from .fast_paths import IN_STEPS
 from .probes import Probes, rounded
@@ -23,10 +24,12 @@ class Ledger(TorchDispatchMode):
     Args:
         probes: what some operators take beside what the shapes of their results tell.
         fakes: the mode of the fake tensors that it is on around, if it is.
+        stop: whether somebody still waits for the count, if that may end.
     """
 
-    def __init__(self, probes: Probes, fakes: Any = None) -> None:
+    def __init__(self, probes: Probes, fakes: Any = None, stop: Optional[Stop] = None) -> None:
         super().__init__()
+        self._stop = stop
         self.live: Dict[torch.device, int] = {}
         self.peak: Dict[torch.device, int] = {}
         self.counts = True  # False: what is made now counts nothing
@@ -40,6 +43,8 @@ class Ledger(TorchDispatchMode):
             self._enter(tensor, False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._stop is not None and func.namespace == "aten":  # "prim" must not raise: aside.py
+            self._stop.look()
         in_steps = IN_STEPS.get(func.overloadpacket)
         if in_steps is not None:
             with self:

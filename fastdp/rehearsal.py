@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.nn.utils.rnn import PackedSequence
 
 from . import _torch_autograd
+from .aside import Stop, run_aside
 from .containers import tensors_of, with_items
 from .ledger import Ledger
 from .marks import Replicated
@@ -69,10 +70,14 @@ class Taken(NamedTuple):
 
 
 def rehearse(step: Step, place: Place) -> Taken:
+    return run_aside(lambda stop: _rehearse(step, place, stop))
+
+
+def _rehearse(step: Step, place: Place, stop: Stop) -> Taken:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    ledger = Ledger(step.probes, fakes)
+    ledger = Ledger(step.probes, fakes, stop)
     with _settings(step, place.device), fakes:
         own = _fakes_of(step, place.device)
         with ledger:
