@@ -1,6 +1,9 @@
 """What waits for what in recorded steps, on pretended GPUs under an oracle (orders.py,
 recorded_orders.py): two, more, and lists in any order and with repeats."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from engine_cases import WATCHED, steps
@@ -9,7 +12,7 @@ from pretended_gpus import Gpus, can_pretend
 from recorded_orders import Recorder, watch
 from test_orders import WIDTH, Net, Training
 
-from fastdp import tapes
+from fastdp import streams, tapes
 
 LISTS = [(0, 1), (2, 0, 3, 1), (0, 1, 0), (0, 0, 1, 1)]
 pytestmark = can_pretend(4)
@@ -104,3 +107,23 @@ def test_batches_that_do_not_fill_all_ranks(training, orders):
         training.forward = lambda: forward(sizes[k % len(sizes)])
         training.step()
     assert steps(training.dp)["graph"] >= 5
+
+
+def test_a_pinned_batch_is_kept_until_it_was_read(training, orders, gpus, monkeypatch):
+    settle(training)
+    monkeypatch.setattr(streams, "_held", [])
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+
+    def forward():
+        x = torch.ones(2 * training.ranks, WIDTH).double()
+        orders.write(orders.current(), x, "a batch")
+        training.dp(x)
+        gc.collect()
+        return weakref.ref(x)
+
+    gpus.stall(gpus.ranks[-1])
+    first = forward()
+    assert first() is not None
+    gpus.resume()
+    forward()
+    assert first() is None
