@@ -8,7 +8,8 @@ eager forward of the replicas, says why that would go wrong: the forward
   buffers, and into tensors on a GPU, are kernels and are recorded;
 - draws from Python's `random`, NumPy's global generator, or torch's generator of the host;
 - prints, or makes log records (listeners.py says what is heard);
-- has hooks, on a module or on all of them, which would have to run at every step;
+- has hooks, on a module or on all of them, which would have to run at every step, but for some of
+  transformers' own;
 - runs under a torch function or dispatch mode, saved-tensors hooks, anomaly mode or a transform
   (torch.func, forward-mode differentiation).
 
@@ -69,6 +70,13 @@ _HOOK_CLASSES = {
     "torch.nn.utils.weight_norm": "torch.nn.utils.weight_norm",
     "torch.nn.utils.spectral_norm": "torch.nn.utils.spectral_norm",
     "torch.nn.utils.prune": "torch.nn.utils.prune",
+}
+
+# Hooks that do nothing but call operators on what the forward makes, which are recorded with it: of
+# module -> name. Gradient checkpointing of transformers has the first.
+_RECORDED_HOOKS = {
+    "transformers.modeling_utils": "make_inputs_require_grads",
+    "transformers.utils.output_capturing": "output_capturing_hook",
 }
 
 _AUTOCAST = ("cuda", "cpu")
@@ -201,14 +209,14 @@ def _active_modes() -> Iterator[str]:
 def _hooks(roots: Sequence[nn.Module]) -> Iterator[str]:
     found: Dict[str, None] = {}  # replicas have the same ones
     for kind, hook in _torch_state.global_module_hooks():
-        if not _is_ours(hook):
+        if not _may_be_recorded(hook):
             found[f"{_hook_name(kind, hook)} on every module"] = None
     for root in roots:
         others = [("a part that is not registered", m) for m in modules_outside(root.modules())]
         for path, module in (*root.named_modules(), *others):
             for attribute, kind in _HOOKS:
                 for hook in (getattr(module, attribute, None) or {}).values():
-                    if not _is_ours(hook):
+                    if not _may_be_recorded(hook):
                         where = f"{path or 'the module itself'} ({type(module).__name__})"
                         found[f"{_hook_name(kind, hook)} on {where}"] = None
     if found:
@@ -227,8 +235,10 @@ def _hook_name(kind: str, hook: Any) -> str:
     return f"the {kind} {name}"
 
 
-def _is_ours(hook: Any) -> bool:
+def _may_be_recorded(hook: Any) -> bool:
     place = getattr(hook, "__module__", None) or type(hook).__module__
+    if getattr(hook, "__name__", "") == _RECORDED_HOOKS.get(place):
+        return True
     return place == "fastdp" or place.startswith("fastdp.")
 
 

@@ -111,6 +111,30 @@ def test_hooks_that_are_none_of_the_forwards():
     assert watched(module).reason is None
 
 
+@pytest.mark.parametrize(
+    "place, name",
+    [
+        ("transformers.modeling_utils", "make_inputs_require_grads"),
+        ("transformers.utils.output_capturing", "output_capturing_hook"),
+    ],
+)
+def test_hooks_of_transformers_that_are_recorded(place, name):
+    """Those of gradient checkpointing and of hidden states. Others of these modules are not."""
+
+    def known(module, args, output):
+        return None
+
+    def other(module, args, output):
+        return None
+
+    known.__name__, known.__module__, other.__module__ = name, place, place
+    module = Apply(lambda self, x: self.lin(x))
+    module.lin.register_forward_hook(known)
+    assert watched(module).reason is None
+    module.lin.register_forward_hook(other)
+    assert "hooks would have to run at every step" in watched(module).reason
+
+
 # Modes.
 
 
