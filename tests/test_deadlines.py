@@ -177,6 +177,22 @@ def test_every_event_of_a_step_stalls_in_turn(gpus):
     print(f"{count} events of a step stalled")
 
 
+@can_pretend(4)
+@pytest.mark.parametrize("places", [(2, 0, 3, 1), (0, 1, 0, 1)], ids=str)
+def test_each_gpu_of_a_list_stalls_in_turn(monkeypatch, hidden, places, clock):
+    gpus = Gpus(monkeypatch, hidden, 4, places)
+    dp = fastdp.DataParallel(Net(), ["cpu"] * 4, timeout_s=TIMEOUT_S, bucket_bytes=64)
+    step(dp)
+    for device in dict.fromkeys(gpus.ranks):
+        gpus.stall(device)
+        step(dp)
+        clock.now_s += 2 * TIMEOUT_S
+        with pytest.raises(fastdp.CommunicationTimeoutError, match=str(device)):
+            step(dp)
+        gpus.resume()
+        assert is_right(step(dp))
+
+
 def test_forwards_do_not_run_ahead_of_a_gpu_for_ever(gpus):
     dp = made(1.0)
     gpus.stall(GPUS[1])
