@@ -7,8 +7,9 @@ this torch and against the package's source.
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -16,6 +17,7 @@ import torch
 PRIVATE = {
     "_log_api_usage_once": ("torch._C", "use is not logged"),
     "_check_balance": ("torch.nn.parallel.data_parallel", "unlike GPUs draw no warning"),
+    "_named_members": ("torch.nn.Module", "replicas' weights are not found among attributes"),
 }
 
 # name -> what it is
@@ -86,3 +88,33 @@ def replicates_itself(module: torch.nn.Module) -> bool:
         torch.nn.Module._replicate_for_data_parallel,
         torch.nn.RNNBase._replicate_for_data_parallel,
     )
+
+
+_lists_members: Any = None
+
+
+def show_weights_of_replicas() -> None:
+    """From now on code finds a replica's weights where nn.DataParallel's have them. They are plain
+    attributes there, so some ask for all tensors in `module.__dict__`, by nn.Module's own list of
+    members: torchdiffeq does so for the weights of its adjoint, and without them nothing learns."""
+    global _lists_members
+    if _lists_members is None and hasattr(torch.nn.Module, "_named_members"):
+        _lists_members = torch.nn.Module._named_members
+        setattr(torch.nn.Module, "_named_members", _named_members)
+
+
+def _named_members(
+    self: torch.nn.Module, get_members_fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if getattr(get_members_fn, "__module__", "") != torch.nn.Module.__module__:
+        get_members_fn = functools.partial(_members_with_weights, get_members_fn)
+    return _lists_members(self, get_members_fn, *args, **kwargs)
+
+
+def _members_with_weights(find: Callable[..., Any], module: torch.nn.Module) -> Any:
+    if not module.__dict__.get("_is_replica"):
+        return find(module)
+    weights = {name: p for name, p in module._parameters.items() if p is not None}
+    shown = type(module).__new__(type(module))
+    shown.__dict__.update({**module.__dict__, **weights})
+    return find(shown)

@@ -8,7 +8,7 @@ from typing import Any, List, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from . import _C
+from . import _C, _torch_protocol
 from .awaited import make_gate
 from .plans import Plan, Tensors
 from .streams import Communication
@@ -22,6 +22,7 @@ class ReplicaSet:
     def __init__(
         self, tree: Any, root: nn.Module, devices: Sequence[torch.device], compiled: Any = None
     ) -> None:
+        _torch_protocol.show_weights_of_replicas()
         self.tree = tree
         self.compiled = compiled
         self._calls: List[Any] = []

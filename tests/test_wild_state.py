@@ -223,6 +223,44 @@ def freezes_norms_between_calls(wrap):
     return [*results, trained(module, dp, ints(4, 3))]
 
 
+class Adjoint(torch.autograd.Function):
+    """Recomputes a part in its backward, for the weights that it is told of."""
+
+    @staticmethod
+    def forward(ctx, part, x, *weights):
+        ctx.part = part
+        ctx.save_for_backward(x, *weights)
+        return part(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.part(x), [x, *weights], gradient)
+
+
+@usages
+def finds_weights_among_attributes(wrap):
+    """torchdiffeq's adjoint asks a module in a replica for tensors in its __dict__."""
+    names = []
+
+    def attributes(module):
+        return [(k, v) for k, v in module.__dict__.items() if torch.is_tensor(v)]
+
+    def forward(module, x):
+        found = list(module.lin.named_parameters())
+        if getattr(module, "_is_replica", False):
+            found = list(module._named_members(get_members_fn=attributes))
+            names.append([name for name, _ in found])
+        return Adjoint.apply(module.lin, x, *[weight for _, weight in found])
+
+    module = Apply(forward)
+    dp = wrap(module)
+    dtypes = [t.dtype for _, t in dp._named_members(attributes)]
+    return trained(module, dp, ints(4, 3)), names, dtypes
+
+
 @row("A10", "A12", "A13", "D2", "D9", "D10", "F13")
 @pytest.mark.parametrize("case", usages.values(), ids=usages.keys())
 def test_usages(case, fast):

@@ -57,6 +57,7 @@ def owners():
         "_log_api_usage_once": torch._C,
         "_foreach_norm": torch,
         "_check_balance": DATA_PARALLEL,
+        "_named_members": torch.nn.Module,
         "_is_profiler_enabled": torch.autograd.profiler,
         "_ExperimentalConfig": torch.profiler,
         "_current_level": torch.autograd.forward_ad,
