@@ -165,8 +165,12 @@ def patch() -> Patch:
     with _lock:
         if _current is None:
             surgery = _Surgery()
-            surgery.do()
-            _current = surgery
+            try:
+                surgery.do()
+                _current = surgery
+            except BaseException:  # an interrupt: half a patch could not be undone by anybody
+                surgery.undo()
+                raise
         handle = Patch(_current)
         _current.holders.add(handle)
         return handle
@@ -200,6 +204,14 @@ class _Surgery:
         vars(sys.modules[__package__])["DataParallel"] = _Torch
 
     def undo(self) -> None:
+        """What is there of it; whole, also where an interrupt strikes."""
+        try:
+            self._undo()
+        except BaseException:
+            self._undo()
+            raise
+
+    def _undo(self) -> None:
         global _current
         _current = None
         vars(sys.modules[__package__])["DataParallel"] = _Fast
