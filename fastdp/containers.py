@@ -22,11 +22,14 @@ def place(path: Any) -> str:
 
 
 def rebuild_dict(kind: type, pairs: Iterable[Tuple[Any, Any]], path: Any) -> Any:
-    """A dictionary type made of its items; some would take them for the value of a field."""
+    """A dictionary type made of its items; some would take them for the value of a field: if it is
+    a dataclass, too, as diffusers' outputs are, it is made of its fields."""
     pairs = list(pairs)
     rebuilt = rebuild(kind, pairs, path)
     held = (*rebuilt.values(), *getattr(rebuilt, "__dict__", {}).values())
     if any(value is pairs for value in held):
+        if dataclasses.is_dataclass(kind):
+            return kind(**dict(pairs))
         raise TypeError(
             f"{place(path)}: {kind.__name__} takes an iterable of its items for the value of a "
             "field; convert it to a dict, or override scatter() or gather()"

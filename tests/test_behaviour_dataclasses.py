@@ -1,5 +1,6 @@
 """BEHAVIOUR C: results that are dataclasses, or like the ModelOutput of transformers."""
 
+import collections
 import dataclasses
 import typing
 
@@ -60,6 +61,36 @@ def test_dataclass_fields_outside_init_are_gathered(fast):
     out = gathered(fast, forward, 2, x)
     assert type(out) is Derived
     same((out.y, out.double), (x, 2 * x + 1))
+
+
+@dataclasses.dataclass
+class Sampled(collections.OrderedDict):
+    """The shape of diffusers' outputs: items are made of fields, and not of an iterable."""
+
+    sample: torch.Tensor
+    more: typing.Any = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
+
+
+@row("C6")
+@pytest.mark.parametrize("more", [None, "text"])
+def test_dictionaries_that_are_made_of_fields(fast, more):
+    """nn.DataParallel gives a field that is a generator."""
+    x = ints(5, 3)
+    seen = []
+
+    def forward(self, given):
+        seen.append(type(given))
+        return Sampled(self.lin(given.sample), more)
+
+    out = fast.wrap(Apply(forward), 2)(Sampled(x))
+    assert type(out) is Sampled and seen == [Sampled] * 2 and out.sample is out["sample"]
+    assert list(out) == (["sample"] if more is None else ["sample", "more"])
+    same(out.sample, linear()(x))
 
 
 @row("C6")
