@@ -4,7 +4,9 @@ of a side and of a generator, the same for both sides, whose result is compared.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
+import warnings
 
 import oracle
 import torch
@@ -16,6 +18,7 @@ from engine_cases import tensors
 from engine_edits import EDITS, Noted
 from engine_mishaps import MISHAPS, on_threads
 from engine_nets import Named
+from recipe_actions import RECIPES
 from torch import nn
 
 import fastdp
@@ -342,11 +345,11 @@ def shapes(side, rng):
 
 
 def failing_backward(side, rng):
-    """Whichever error comes first, of the hook or of a buffer that was written."""
-    try:
+    """Whichever error comes first, of the hook or of a buffer that was written; which gradients are
+    there by then, and warned of, is left open."""
+    with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
+        warnings.simplefilter("ignore")
         MISHAPS["failing backward"][1](side, rng)
-    except RuntimeError:
-        pass
     side.clear_gradients()
     side.log.clear()
 
@@ -366,6 +369,6 @@ OWN = {
     "threads asking": (2, threads_asking), "clipped": (2, clipped), "shapes": (2, shapes),
     "penalty": (1, penalty), "failing backward": (2, failing_backward),
 }  # fmt: skip
-ACTIONS = {**STEPS, **MISHAPS, **EDITS, **OWN, **CALLS}
+ACTIONS = {**STEPS, **MISHAPS, **EDITS, **OWN, **CALLS, **RECIPES}
 for only_recorded in ("warm", "engine"):
     del ACTIONS[only_recorded]

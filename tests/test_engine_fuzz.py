@@ -1,7 +1,8 @@
 """The graph engine under programs at random: models (engine_nets.py) trained and changed
-(engine_actions.py, engine_mishaps.py, engine_edits.py) by a recorded wrapper and an eager twin,
-which must stay equal to the bit (engine_programs.py). A failure names its seed; `replayed(seed)`
-below is how to look at one. `--long` runs 60 programs for each one of the short form.
+(engine_actions.py, engine_mishaps.py, engine_edits.py, recipe_actions.py) by a recorded wrapper and
+an eager twin, which must stay equal to the bit (engine_programs.py). A failure names its seed;
+`replayed(seed)` below is how to look at one. `--long` runs 60 programs for each one of the short
+form.
 
 On GPUs the recordings are CUDA graphs. Over several, autograd's threads would add up what outputs
 give an activation in the order in which they come; backward runs on one thread there."""
@@ -16,9 +17,10 @@ from engine_cases import settings
 from engine_edits import EDITS
 from engine_mishaps import MISHAPS
 from engine_programs import Program, failing
+from recipe_actions import RECIPES
 from gpu_lists import lacking
 
-ACTIONS = {**STEPS, **MISHAPS, **EDITS}
+ACTIONS = {**STEPS, **MISHAPS, **EDITS, **RECIPES}
 PARTS = 3
 # Where replicas run, one after the other, and how many programs each part has there.
 PLACES = {"host": (("cpu",), 12), "a GPU": (("cuda:0",), 6), "GPUs": (("cuda:0", "cuda:1"), 6)}
