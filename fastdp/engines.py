@@ -240,8 +240,9 @@ class Engine:
             if insists:
                 raise EngineError(
                     "a recorded forward was called again while the backward of the one before was "
-                    'still to come (its output is kept): call backward first, use engine="auto", '
-                    "or torch.no_grad() where no gradient is wanted"
+                    "still to come (its output is kept, perhaps by the traceback of an error): "
+                    'call backward first, use engine="auto", or torch.no_grad() where no gradient '
+                    "is wanted"
                 )
             if entry.trial is not None:
                 entry.trial.interrupt()
