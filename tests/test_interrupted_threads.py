@@ -1,5 +1,5 @@
-"""Ctrl-C while a thread of fastdp's is started, or while a deadline is set for the caller's: none is
-left behind that nobody ends, and none is taken for one that runs."""
+"""Ctrl-C while a thread of fastdp's is started, or while a deadline is set for the caller's: none
+is left behind that nobody ends, and none is taken for one that runs."""
 
 import contextlib
 import sys

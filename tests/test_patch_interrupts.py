@@ -1,5 +1,5 @@
-"""Ctrl-C while fastdp.patch() is put on or undone: nn.DataParallel is torch's own afterwards, and can
-be patched again."""
+"""Ctrl-C while fastdp.patch() is put on or undone: nn.DataParallel is torch's own afterwards, and
+can be patched again."""
 
 import pytest
 from interrupting import interrupt_at
