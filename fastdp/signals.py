@@ -3,7 +3,8 @@ wherever they strike, and no failure of what they strike in."""
 
 from __future__ import annotations
 
-from typing import Any, Iterator
+import inspect
+from typing import Any, List
 
 
 def is_from_handler(error: BaseException) -> bool:
@@ -17,8 +18,12 @@ def is_from_handler(error: BaseException) -> bool:
     return False
 
 
-def _arguments(frame: Any) -> Iterator[Any]:
+def _arguments(frame: Any) -> List[Any]:
+    """What a function was given by position. Not its other variables: to look up a caller's frame
+    is what ordinary functions do."""
     code, found = frame.f_code, frame.f_locals
-    for name in code.co_varnames[: code.co_argcount + 1]:  # behind them may be *args
-        value = found.get(name)
-        yield from value if isinstance(value, tuple) else (value,)
+    given = [found.get(name) for name in code.co_varnames[: code.co_argcount]]
+    if code.co_flags & inspect.CO_VARARGS:
+        rest = found.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
+        given += rest if isinstance(rest, tuple) else ()
+    return given

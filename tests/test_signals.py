@@ -2,6 +2,7 @@
 is; and it is no reason against recording or compiling."""
 
 import signal
+import sys
 import threading
 
 import pytest
@@ -44,13 +45,24 @@ def test_handlers_are_told_from_functions(alarm):
     def passed_on(number, frame):
         Handler().method(number, frame)
 
-    for handler in (Handler().method, passed_on, lambda *args: passed_on(*args)):
+    def with_option(*args, flushes=True):
+        raise Late
+
+    for handler in (Handler().method, passed_on, lambda *args: passed_on(*args), with_option):
         signal.signal(signal.SIGALRM, handler)
         with pytest.raises(Late) as caught:
             alarm()
         assert is_from_handler(caught.value)
     with pytest.raises(Late) as caught:
         Handler().method(signal.SIGALRM, None)
+    assert not is_from_handler(caught.value)
+
+    def looks_up(value=None):  # as typeguard does
+        frame = sys._getframe(1)
+        raise Late(frame)
+
+    with pytest.raises(Late) as caught:
+        looks_up()
     assert not is_from_handler(caught.value)
 
 
