@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, Callable
+from typing import Any, Callable, Dict
 
 import torch
 
@@ -90,17 +90,21 @@ def replicates_itself(module: torch.nn.Module) -> bool:
     )
 
 
-_lists_members: Any = None
+_is_shown = False
+_theirs: Dict[str, Any] = {}  # what stood in nn.Module before
 
 
 def show_weights_of_replicas() -> None:
     """From now on code finds a replica's weights where nn.DataParallel's have them. They are plain
     attributes there, so some ask for all tensors in `module.__dict__`, by nn.Module's own list of
     members: torchdiffeq does so for the weights of its adjoint, and without them nothing learns."""
-    global _lists_members
-    if _lists_members is None and hasattr(torch.nn.Module, "_named_members"):
-        _lists_members = torch.nn.Module._named_members
+    global _is_shown
+    found = None if _is_shown else getattr(torch.nn.Module, "_named_members", None)
+    if found is not None:
+        # Another thread may be here, too: of what both found, the first is torch's.
+        _theirs.setdefault("_named_members", found)
         setattr(torch.nn.Module, "_named_members", _named_members)
+        _is_shown = True
 
 
 def _named_members(
@@ -108,7 +112,7 @@ def _named_members(
 ) -> Any:
     if getattr(get_members_fn, "__module__", "") != torch.nn.Module.__module__:
         get_members_fn = functools.partial(_members_with_weights, get_members_fn)
-    return _lists_members(self, get_members_fn, *args, **kwargs)
+    return _theirs["_named_members"](self, get_members_fn, *args, **kwargs)
 
 
 def _members_with_weights(find: Callable[..., Any], module: torch.nn.Module) -> Any:

@@ -2,6 +2,8 @@
 without one, that way gives the numbers."""
 
 import contextlib
+import subprocess
+import sys
 import types
 import warnings
 
@@ -247,3 +249,42 @@ def test_balance_is_torchs_warning(monkeypatch):
         warnings.simplefilter("error")
         _torch_protocol.check_balance([0, 1])
     assert asked == [[0, 1]]
+
+
+def test_two_threads_replace_torchs_list_of_members_at_once():
+    """Whatever line the first is at, the second does all of it."""
+    command = [sys.executable, "-c", MEETING]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "['weight', 'bias']\n" * 4), done.stderr
+
+
+MEETING = """
+import importlib, sys
+import torch
+from fastdp import _torch_protocol
+
+own = torch.nn.Module._named_members
+
+def struck(point):
+    met = []
+
+    def trace(frame, event, argument):
+        if frame.f_code is code and event == "line":
+            met.append(frame.f_lineno)
+            if len(met) == point:
+                sys.settrace(None)
+                _torch_protocol.show_weights_of_replicas()
+        return trace
+
+    torch.nn.Module._named_members = own
+    importlib.reload(_torch_protocol)
+    code = _torch_protocol.show_weights_of_replicas.__code__
+    sys.settrace(trace)
+    _torch_protocol.show_weights_of_replicas()
+    sys.settrace(None)
+    assert torch.nn.Module._named_members is _torch_protocol._named_members
+    print([name for name, _ in torch.nn.Linear(1, 1).named_parameters()])
+
+for point in range(1, 5):
+    struck(point)
+"""
