@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
+from collections.abc import Mapping
 from typing import Any, Callable, Iterable, List, Tuple
 
 import torch
@@ -67,6 +68,11 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
             tree = copy.copy(tree)
             for name, value in fields:
                 object.__setattr__(tree, name, value)
+        return tree
+    if isinstance(tree, Mapping):
+        pairs = [(key, map_tensors(tree[key], change)) for key in tree]
+        if any(value is not tree[key] for key, value in pairs):
+            return rebuild_dict(type(tree), pairs, "output")
         return tree
     if isinstance(tree, (tuple, list)):
         items = [map_tensors(item, change) for item in tree]

@@ -1,6 +1,6 @@
 """BEHAVIOUR C: how the replicas' results become one."""
 
-import collections
+import collections.abc
 import typing
 import warnings
 
@@ -76,23 +76,38 @@ def test_dicts(impl, kind):
     same(out, kind([("z", x), ("a", None), ("b", [x])]))
 
 
+class Encoding(collections.UserDict):
+    pass
+
+
+class ReadOnly(collections.abc.Mapping):
+    def __init__(self, pairs):
+        self.pairs = dict(pairs)
+
+    def __getitem__(self, key):
+        return self.pairs[key]
+
+    def __iter__(self):
+        return iter(self.pairs)
+
+    def __len__(self):
+        return len(self.pairs)
+
+
 @row("C4", why="torch refuses it")
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"gather_outputs": False}, {"loss_weighting": "chunk"}])
-def test_mappings_that_are_no_dicts(fast, n, options):
+@pytest.mark.parametrize("kind", [Encoding, ReadOnly])
+def test_mappings_that_are_no_dicts(fast, n, options, kind):
     """By their keys and values: as a sequence a UserDict is its keys."""
-
-    class Encoding(collections.UserDict):
-        pass
-
-    net = Apply(lambda s, x: Encoding(y=s.lin(x), loss=s.lin(x).mean()))
+    net = Apply(lambda s, x: kind({"y": s.lin(x), "loss": s.lin(x).mean()}))
     dp, x = fast.wrap(net, n, **options), ints(5, 3)
     out = dp(x)
     if options == {"gather_outputs": False}:
-        assert len(out) == n and all(type(each) is Encoding for each in out)
+        assert len(out) == n and all(type(each) is kind for each in out)
         out = {"y": torch.cat([each["y"] for each in out])}
     else:
-        assert type(out) is Encoding and list(out) == ["y", "loss"]
+        assert type(out) is kind and list(out) == ["y", "loss"]
     same(out["y"], net.lin(x))
     if options == {"loss_weighting": "chunk"}:
         torch.testing.assert_close(out["loss"].mean(), net.lin(x).mean())
