@@ -49,7 +49,7 @@ def run_aside(work: Callable[[Stop], Any]) -> Any:
             answer.put((None, error))
 
     thread = threading.Thread(target=run, name="fastdp-aside", daemon=True)
-    _running[thread] = stop
+    _running.add(thread)
     try:
         thread.start()
         result, error = answer.get()
@@ -63,7 +63,7 @@ def run_aside(work: Callable[[Stop], Any]) -> Any:
         del error  # a frame that names its own exception is a cycle
 
 
-_running: weakref.WeakKeyDictionary[threading.Thread, Stop] = weakref.WeakKeyDictionary()
+_running: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
