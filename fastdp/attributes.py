@@ -134,7 +134,7 @@ def _registers(function: str) -> Callable[..., Any]:
     def register(wrapper: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         wrapper.__dict__["_fastdp_registered"] = name
         try:
-            return getattr(nn.Module, function)(wrapper, name, *args, **kwargs)
+            return getattr(super(TORCH_CLASS, wrapper), function)(name, *args, **kwargs)
         finally:
             wrapper.__dict__.pop("_fastdp_registered", None)
 

@@ -153,6 +153,22 @@ def test_what_is_registered_may_have_the_name_of_an_option_or_method(name, patch
         assert not isinstance(getattr(made[0], name), torch.Tensor)
 
 
+@row("F5")
+@pytest.mark.parametrize("function", ["register_buffer", "register_parameter", "add_module"])
+def test_a_class_behind_the_wrappers_may_register_in_its_own_way(impl, function):
+    class Prefix(nn.Module):
+        pass
+
+    def prefixed(self, name, *args, **kwargs):
+        getattr(nn.Module, function)(self, f"own_{name}", *args, **kwargs)
+
+    setattr(Prefix, function, prefixed)
+    dp = impl.wrap_as(type("Both", (impl.api.DataParallel, Prefix), {}), linear(), 2)
+    getattr(dp, function)("part", None)
+    names = [*dp._buffers, *dp._parameters, *dp._modules]
+    assert "own_part" in names and "part" not in names
+
+
 @row("F4")
 def test_every_option_survives_a_copy(fast):
     options = {
