@@ -113,11 +113,12 @@ class CudaRecorder:
         """Events that can be recorded and waited for across the edge of a recording."""
         return [Crossing() for _ in range(count)]
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Around all that warms up and records: the recording streams are current on all devices,
+    def aside(self, act: Callable[[], None]) -> None:
+        """act(), which warms up and records: the recording streams are current on all devices,
         behind whatever was enqueued; afterwards all that ran there has run. Buffers, random numbers
-        and autocast's cache are as before; one thread at a time."""
+        and autocast's cache are as before; one thread at a time. No context manager made of a
+        generator: an interrupt behind its first half would leave the lock to whoever drops the
+        traceback, and an interactive session keeps it."""
         with _lock, _no_collection(), torch.cuda.device(self.devices[0]):
             streams = [_stream(device) for device in self.devices]
             before = [torch.cuda.current_stream(device) for device in self.devices]
@@ -128,7 +129,7 @@ class CudaRecorder:
                 self._synchronize()
                 torch.set_autocast_cache_enabled(False)
                 _set_streams(streams)
-                yield
+                act()
             finally:
                 _set_streams(before)
                 torch.set_autocast_cache_enabled(cached)

@@ -5,18 +5,19 @@ be baked in itself; and gradients reach only what the recording gives them back 
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Iterator, List, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Sequence, Set, Tuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import _torch_state
 from .cuts import find_tensors
 from .signatures import NotRecordable
 from .versions import memory_of, nodes_below
 
 
 class Reads(TorchDispatchMode):
-    """Around a replica's forward on `device`, which is given `known` tensors; `own` are those of
+    """`around` a replica's forward on `device`, which is given `known` tensors; `own` are those of
     the module itself. Afterwards `held` are the tensors of others that it read, `kept` those of
     others and its own that it wrote, with what was in them.
 
@@ -34,6 +35,17 @@ class Reads(TorchDispatchMode):
         self._own = {memory_of(tensor) for tensor in own}
         self._held: Dict[int, torch.Tensor] = {}
         self.kept: List[Tuple[torch.Tensor, torch.Tensor]] = []
+
+    def around(self, act: Callable[[], Any]) -> Any:
+        """act() in this mode, which also ends where an interrupt strikes as torch has just entered
+        it, and no `with` would leave it."""
+        was_active = _torch_state.dispatch_mode_active()
+        try:
+            with self:
+                return act()
+        finally:
+            if not was_active and _torch_state.dispatch_mode_active():
+                self.__exit__(None, None, None)
 
     @property
     def held(self) -> List[torch.Tensor]:

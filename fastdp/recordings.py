@@ -146,20 +146,22 @@ class Recording:
                 self._attempt(source, rows, named, recorder.record, recorder)
             self._attempt(source, rows, named, recorder.record, recorder, True)
 
+        def warm_up_and_record() -> None:
+            self._attempt(source, rows, named, noting_reads, recorder)
+            self._versions.learn(source.tensors, self._tapes[0].saved)
+            self._attempt(source, rows, named, at_once, recorder)
+            as_compiled(record)
+
         buffers = source.tensors[source.plan.parameter_count :]
-        kept = [buffer.detach().clone() for buffer in buffers]
+        kept = [(buffer, buffer.detach().clone()) for buffer in buffers]
         source.communication.open()
         source.communication.begin()
         self._send(source.tensors)
         try:
-            with recorder.aside():
-                self._attempt(source, rows, named, noting_reads, recorder)
-                self._versions.learn(source.tensors, self._tapes[0].saved)
-                self._attempt(source, rows, named, at_once, recorder)
-                as_compiled(record)
+            recorder.aside(warm_up_and_record)
         finally:
             others = [pair for tape in self._tapes for pair in tape.kept]
-            for tensor, value in (*zip(buffers, kept), *others[::-1]):
+            for tensor, value in kept + others[::-1]:
                 # Not as a write that counts: an earlier forward's backward may be still to come.
                 tensor.data.copy_(value)
             for tape in self._tapes:
@@ -173,9 +175,7 @@ class Recording:
         try:
             replicas = ReplicaSet(source.tree, source.root, source.devices, source.compiled)
             filled = [tape.begin(source, rows[tape.rank], named[tape.rank]) for tape in tapes]
-            modules = source.held(
-                lambda: replicas.refresh(source.root, filled, source.plan, self)
-            )
+            modules = source.held(lambda: replicas.refresh(source.root, filled, source.plan, self))
             pools = [recorder.pool() for _ in tapes]
             forwards = []
             for tape, module, pool in zip(tapes, modules, pools):

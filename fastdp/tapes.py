@@ -170,8 +170,7 @@ class Tape:
         own = self.module.parameters() if self.rank == 0 else ()
         reads = Reads(self.device, known, own)
         self.kept = reads.kept
-        with reads:
-            uncompiled(self.forward)
+        reads.around(lambda: uncompiled(self.forward))
         self.held, self.reads = reads.held, reads
 
     def backward(self, columns: Sequence[Column], keep: bool) -> None:

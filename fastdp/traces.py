@@ -3,6 +3,7 @@ file. trace_summary.py reads it again."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from types import TracebackType
@@ -62,7 +63,8 @@ class Trace:
                 for index in range(torch.cuda.device_count()):
                     torch.cuda.synchronize(index)
             self._profile.add_metadata_json(METADATA, json.dumps(self._report()))
-        self._profile.__exit__(kind, error, traceback)
+        with contextlib.suppress(*[RuntimeError] if is_lost else []):  # an older torch's "not on"
+            self._profile.__exit__(kind, error, traceback)
         if kind is None and is_lost:
             raise RuntimeError(
                 f"trace to {self._path!r}: a profiler of torch's was started and ended meanwhile, "

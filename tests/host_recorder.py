@@ -20,13 +20,12 @@ class HostRecorder:
     def events(self, count: int) -> list:
         return [None] * count
 
-    @contextlib.contextmanager
-    def aside(self):
+    def aside(self, act):
         state = torch.get_rng_state()
         cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
         try:
-            yield
+            torch.set_autocast_cache_enabled(False)
+            act()
         finally:
             torch.set_autocast_cache_enabled(cached)
             torch.set_rng_state(state)
