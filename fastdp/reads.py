@@ -61,22 +61,25 @@ class Reads(TorchDispatchMode):
                 self._note(tensor, function)
             elif fresh:
                 self._made.add(memory_of(tensor))
-        if function is torch.ops.aten.resize_.default:
-            self._check_size(args[0], tuple(args[1]))
-        for tensor in _written(function, args, kwargs):
+        written = [(tensor, tensor.shape) for tensor in _written(function, args, kwargs)]
+        for tensor, _ in written:
             if memory_of(tensor) in self._held or memory_of(tensor) in self._own:
                 self.kept.append((tensor, tensor.detach().clone()))
         result = function(*args, **kwargs)
+        for tensor, shape in written:
+            if tensor.numel() != shape.numel():  # else another view of the same, as of unsqueeze_
+                self._check_resized(tensor, shape)
         for tensor in find_tensors((result,)):
             if tensor.layout == torch.strided and memory_of(tensor) not in self._held:
                 self._made.add(memory_of(tensor))
         return result
 
-    def _check_size(self, tensor: torch.Tensor, shape: Tuple[int, ...]) -> None:
-        given = any(tensor is known for known in self._known)
-        if given and tuple(tensor.shape) != shape:
+    def _check_resized(self, tensor: torch.Tensor, shape: torch.Size) -> None:
+        if any(tensor is known for known in self._known):
+            resized = tuple(tensor.shape)
+            tensor.resize_(shape)  # what is put back afterwards is of this shape
             raise NotRecordable(
-                f"it resizes a tensor of shape {tuple(tensor.shape)} that it was given to {shape}"
+                f"it resizes a tensor of shape {tuple(shape)} that it was given to {resized}"
             )
 
     def _note(self, tensor: torch.Tensor, function: Any) -> None:

@@ -3,12 +3,14 @@ not recorded. What cannot be seen is shown too, as docs/engines.md tells it."""
 
 import gc
 
-import fastdp
 import pytest
 import torch
 from engine_cases import ON_GPUS, SETTLED, WATCHED, Twins, identical, noise, reasons, squares, steps
-from nets import Apply
+from nets import Apply, ints
 from torch import nn
+
+import fastdp
+from fastdp.reads import Reads
 
 AHEAD = WATCHED["graph"]
 
@@ -237,22 +239,39 @@ def test_buffers_of_one_element(means, shape):
     train(twins, means, 1)
 
 
-def grows(module, x):
-    module.scale.resize_(2).fill_(3.0)
-    output = module.lin(x) * module.scale.clone()
-    module.scale.resize_(1).fill_(1.0)
-    return output
+RESIZES = {
+    "resize_": lambda tensor, like: tensor.resize_(like.shape),
+    "resize_as_": lambda tensor, like: tensor.resize_as_(like),
+    "out": lambda tensor, like: torch.neg(like, out=tensor),
+}
 
 
-def test_a_forward_that_resizes_a_buffer(means):
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("resize", RESIZES.values(), ids=RESIZES.keys())
+def test_a_forward_that_resizes_a_buffer(means, resize):
+    """In the slot of a bucket it would grow over what lies behind it."""
+
+    def grows(module, x):
+        resize(module.scale, x[0, :2]).fill_(3.0)
+        output = module.lin(x) * module.scale.clone()
+        resize(module.scale, x[0, :1]).fill_(1.0)
+        return output
+
     module = Apply(grows)
     module.register_buffer("scale", torch.ones(1, dtype=torch.float64))
     twins = Twins(means, module, "auto", lr=1e-3)
     train(twins, means, AHEAD + 3)
     assert steps(twins.recorded)["graph"] == 0
     assert "it resizes a tensor of shape (1,) that it was given to (2,)" in reasons(twins.recorded)
+    assert module.scale.shape == (1,) and twins.recorded.module.scale.shape == (1,)
     strict = means.wrap(Apply(grows), "graph")
     strict.module.register_buffer("scale", torch.ones(1, dtype=torch.float64, device=means.home))
     with pytest.raises(fastdp.EngineError, match="it resizes a tensor"):
         for _ in range(AHEAD + 2):  # the first step gives the buffer more memory
             squares(strict(rows(means))).backward()
+
+
+def test_another_view_of_an_argument_is_no_other_size():
+    x = ints(4, 3)
+    with Reads(x.device, [x]):
+        assert x.unsqueeze_(1).transpose_(0, 2).shape == (3, 1, 4)
