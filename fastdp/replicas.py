@@ -293,9 +293,9 @@ class Replicator:
         return plan
 
     def _plan_of_recording(self, plan: Plan, tensors: Tensors) -> Plan:
-        if any(is_sparse(tensors[place]) for place in plan.alone):
-            raise NotRecordable("it has sparse tensors")
         if plan.recorded is None:
+            if any(is_sparse(tensors[place]) for place in plan.alone):
+                raise NotRecordable("it has sparse tensors")
             cut, ranks = plan.parameter_count, len(plan.devices)
             plan.recorded = self._new_plan(plan.description, tensors, [], cut, ranks)
         return plan.recorded
