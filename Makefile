@@ -1,4 +1,4 @@
-# make demo       trains a CNN on handwritten digits with two replicas on the CPU
+# make demo       trains a CNN on handwritten digits, on two CPU replicas or on all GPUs
 # make test       the whole test suite, the sanitizer runs and the CUDA compile
 # make core-test  the C core alone, without Python
 # make gpu-test   the C tests that need a GPU; several where there are several
@@ -7,7 +7,7 @@
 # make clean      removes what the targets above made, .venv included
 #
 # PYTHON=python3.12 make ...  picks the interpreter. An active virtual environment that has a torch
-# is used as it is; else everything is installed into .venv here, never into the system's Python.
+# is used, its torch kept; else all is installed into .venv here, never into the system's Python.
 
 PYTHON ?= python3
 SHELL := /bin/bash

@@ -92,7 +92,7 @@ def _parser() -> Tuple[argparse.ArgumentParser, Dict[str, str]]:
         how["help"] = f"{sentence} As {variable} does; default: {standard}"
         parser.add_argument("--" + name.replace("_", "-"), **how)
     parser.add_argument(
-        "-m", dest="module", action="store_true", help="the program is a module's name, as in -m"
+        "-m", dest="module", action="store_true", help="the program is a module, as for python -m"
     )
     # One for both: argparse takes a "--" behind a program that is by itself for its own.
     parser.add_argument(

@@ -74,8 +74,8 @@ class DataParallel(nn.DataParallel[Wrapped], Stepping, GradHealth, Reporting, Wa
             a reason that `report` and the log name. "graph" insists on recording and raises where
             it cannot. See docs/engines.md for what a recording freezes. Default: FASTDP_ENGINE,
             else "eager".
-        timeout_s: a step's communication on GPUs that is not over by then is an error, see
-            docs/failures.md. Default: None; waits on the host end at FASTDP_TIMEOUT_MS.
+        timeout_s: seconds, 0.001 to 86400: a step's communication on GPUs that takes longer is an
+            error, see docs/failures.md. Default: None; waits on the host end at FASTDP_TIMEOUT_MS.
         compile: True, or a dictionary of torch.compile's arguments: the replicas are compiled when
             they first run; the CUDA graphs are those of `engine`. What cannot be compiled runs as
             it is, for a reason that `report` and the log name, or is an error with
