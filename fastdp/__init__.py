@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, List
 
 import torch  # first: the core finds its libraries through torch's
 
@@ -90,3 +90,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> List[str]:
+    return sorted({*globals(), *_LATER})

@@ -138,6 +138,11 @@ print(len(os.listdir("/proc/self/task")) - before, threading.active_count())
     assert run_python(code) == "0 1\n"
 
 
+def test_all_names_are_listed():
+    """Also those that are imported when they are first asked for."""
+    assert run_python("import fastdp; print(set(fastdp.__all__) - set(dir(fastdp)))") == "set()\n"
+
+
 def test_import_opens_no_device():
     code = """
 import fastdp, os, torch
