@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections import UserDict
@@ -30,7 +31,10 @@ def rebuild_dict(kind: type, pairs: Iterable[Tuple[Any, Any]], path: Any) -> Any
     held = (*rebuilt.values(), *getattr(rebuilt, "__dict__", {}).values())
     if any(value is pairs for value in held):
         if dataclasses.is_dataclass(kind):
-            return kind(**dict(pairs))
+            with contextlib.suppress(TypeError):  # where its fields have other names
+                rebuilt = kind(**dict(pairs))
+                if all(rebuilt.get(key) is value for key, value in pairs):
+                    return rebuilt
         raise TypeError(
             f"{place(path)}: {kind.__name__} takes an iterable of its items for the value of a "
             "field; convert it to a dict, or override scatter() or gather()"

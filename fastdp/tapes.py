@@ -197,7 +197,7 @@ class Tape:
         self.module = self.arguments = self.output = None
         self.leaves, self.anchors, self.leaf_gradients = [], [], ()
         self.made = [None] * len(self.made)
-        self.awaited = set()
+        self.awaited, self.reads = set(), None
 
 
 def _is_large(bucket: Bucket) -> bool:

@@ -116,16 +116,14 @@ def test_each_piece_gives_its_gradients_when_it_has_run():
     where = types.SimpleNamespace(gate=gate, plan=plan, device=CPU)
     options = compile_options.parse({"backend": "aot_eager"})
     run = compile_graphs.Graph(graph, inputs, places, plan, options, lambda device: None)
-    with pytest.raises(readiness.NotReady), readiness.place(where):
-        run(*inputs)
-    with readiness.compiling(), readiness.place(where):
-        (output,) = run(*inputs)
+    with pytest.raises(readiness.NotReady):
+        readiness.placed(where, lambda: run(*inputs))
+    (output,) = readiness.compiling(lambda: readiness.placed(where, lambda: run(*inputs)))
     assert waited == [0, 1, 2, 3]
     waited.clear()
     where.wait = lambda: waited.append("all")
     whole = compile_graphs.Graph(graph, inputs, places, None, options, lambda device: None)
-    with readiness.compiling(), readiness.place(where):
-        whole(*inputs)
+    readiness.compiling(lambda: readiness.placed(where, lambda: whole(*inputs)))
     assert len(whole.pieces) == 1 and waited[0] == "all"
     torch.testing.assert_close(output, module(x), rtol=0, atol=0)
     node, owners = output.grad_fn, []

@@ -25,7 +25,7 @@ def landing(request, monkeypatch):
 
     def link(self, *args):
         make(self, *args)
-        self._linked = RANKS[request.param](len(self._devices))
+        self._linked = RANKS[request.param](len(self.devices))
 
     def counted(ctx, *gradients):
         ran.append(1)

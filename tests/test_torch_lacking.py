@@ -42,6 +42,11 @@ def without(monkeypatch, name):
             core = Lacking(torch._C, name)
             patch.setattr(_torch_protocol, "torch", Lacking(torch, _C=core))
             assert not hasattr(_torch_protocol.torch._C, name)
+        elif name == "_named_members":  # as above
+            module = Lacking(nn.Module, name)
+            patch.setattr(_torch_protocol, "torch", Lacking(torch, nn=Lacking(nn, Module=module)))
+            patch.setattr(_torch_protocol, "_is_shown", False)
+            assert not hasattr(_torch_protocol.torch.nn.Module, name)
         else:
             patch.delattr(owner, name, raising=False)
             assert not hasattr(owner, name)
