@@ -218,7 +218,7 @@ class HealthMonitor:
         has_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
         if not self._checked and not has_closure:
             self.check()
-        step = self._steps - self._checked
+        step = self._steps - 1 if self._checked else self._steps
         if self._update_every and step % (self._every * self._update_every) == 0:
             self._measured = self._weights()
             self._before = [weight.detach().clone() for weight in self._measured]

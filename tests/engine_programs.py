@@ -269,8 +269,8 @@ class Program:
         }.items():
             options[name] = self.rng.choice(values)
         # Now and then the twin is torch's own, which fails where fastdp does not.
-        self.rival = self.rng.random() < 0.2 and tame and self.replicas > 1
-        self.rival = self.rival and len(devices) == 1
+        is_drawn = self.rng.random() < 0.2
+        self.rival = is_drawn and tame and self.replicas > 1 and len(devices) == 1
         self.over = False
         if self.rival:
             options = {"bucket_bytes": options["bucket_bytes"]}
@@ -284,8 +284,8 @@ class Program:
         self.forms = [self._form(True), self._form(False), self._form(False)]
         # What only some outputs use has zeros in place of None, if the others get gradients later.
         # On GPUs such zeros, added to a gradient, make another kernel sum up what follows.
-        self.fixed_loss = self.replicas == 1 or options.get("unused_grad") == "none"
-        self.fixed_loss = self.fixed_loss or devices[0] != "cpu"
+        keeps_none = options.get("unused_grad") == "none"
+        self.fixed_loss = self.replicas == 1 or keeps_none or devices[0] != "cpu"
         for twin in self.twins:
             twin.program = self
         self.refused = 0
